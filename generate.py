@@ -40,6 +40,9 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 import convert
 
 # torch and model are imported where they are used: wrong usage and missing files are found without that wait.
+# Its CPU threads must not spin long while they wait: beside another busy program that made decoding 40 times
+# slower. GNU's OpenMP reads this when torch is imported; others ignore it.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 bos_token = "<｜begin▁of▁sentence｜>"
 eos_token = "<｜end▁of▁sentence｜>"

@@ -29,10 +29,7 @@ FP4_BLOCK = 32                      # an FP4 weight has one scale per row and 32
 WEIGHT_TILE = 1 << 22               # weights that a GEMM holds dequantised at a time: 16 MiB of fp32
 SCORE_TILE = 1 << 20                # scores that sparse_attn holds at a time
 
-# e2m1 by code 0..7; code 8 + i is -E2M1[i]. A midpoint goes to the even code: those at 0.75, 1.75 and 3.5
-# go up, so their edges lie one fp32 step lower, and the code is how many edges lie below |x|.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_EDGES = (0.25, 0.75 - 2 ** -24, 1.25, 1.75 - 2 ** -23, 2.5, 3.5 - 2 ** -22, 5.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)     # by code 0..7; code 8 + i is -E2M1[i]
 
 
 def round_scale(amax: torch.Tensor, max_inv: float) -> torch.Tensor:
@@ -60,6 +57,13 @@ def act_quant(
     return y.flatten(-2), s.squeeze(-1).to(scale_dtype)                 # [..., n], [..., n/block]
 
 
+def round_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """The e2m1 number nearest to fp32 x, |x| <= 6, ties to the even code: steps of 0.5 below 2, 1 below 4, then 2."""
+    exponent = x.abs().clamp_(min=1).view(torch.int32) & 0x7F800000
+    step = exponent.view(torch.float32) / 2                             # half the power of two at or below |x|
+    return (x / step).round_().mul_(step)                               # an even multiple has an even code
+
+
 def fp4_act_quant(x: torch.Tensor, block_size: int = 32, inplace: bool = False):
     """FP4 rounding in blocks of the last dim: s = 2^ceil(log2(amax|x| / 6)), y = e2m1(clamp(x / s)).
 
@@ -69,12 +73,12 @@ def fp4_act_quant(x: torch.Tensor, block_size: int = 32, inplace: bool = False):
     blocks = x.unflatten(-1, (-1, block_size)).float()                  # [..., n/block, block]
     amax = blocks.abs().amax(dim=-1, keepdim=True).clamp(FP4_MAX * 2 ** -126, FP32_MAX)
     s = round_scale(amax, 1 / FP4_MAX)
-    y = blocks / s
-    code = torch.bucketize(y.abs(), torch.tensor(E2M1_EDGES, dtype=torch.float32, device=x.device))
+    y = round_e2m1((blocks / s).clamp_(-FP4_MAX, FP4_MAX))
     if inplace:
-        y = torch.tensor(E2M1, dtype=torch.float32, device=x.device)[code].copysign(y)
         return x.copy_((y * s).flatten(-2))                             # [..., n]
-    code = (code + 8 * y.signbit()).to(torch.uint8).flatten(-2)         # [..., n]
+    size = y.abs()
+    code = torch.where(size <= 2, 2 * size, torch.where(size <= 4, size + 2, 7)) + 8 * y.signbit()
+    code = code.to(torch.uint8).flatten(-2)                             # [..., n]
     packed = code[..., 0::2] | code[..., 1::2] << 4                     # [..., n/2]
     return packed.view(torch.float4_e2m1fn_x2), s.squeeze(-1).to(torch.float8_e8m0fnu)
 
@@ -159,7 +163,7 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, attn_sink: torch.Tensor, idxs: to
     rows = kv[rows].float()                                             # [u,d]
     # how often a query names a row; the logarithm is -inf for never, 0 for once, and serves repeated indices
     count = rows.new_zeros(idxs.size(0), rows.size(0)).scatter_add_(1, place, (idxs >= 0).float())
-    s = torch.matmul(q.float(), rows.T).mul_(scale).add_(count.log_().unsqueeze(1))    # [t,h,u]
+    s = torch.matmul(q.float() * scale, rows.T).add_(count.log_().unsqueeze(1))     # [t,h,u]
     s_max = s.amax(dim=-1, keepdim=True).clamp(min=-1e30)               # finite where no row is attended
     p = s.sub_(s_max).exp_()
     # where no row is attended the sink's share is exp(sink + 1e30) = inf, and o is 0

@@ -788,16 +788,19 @@ class Block(nn.Module):
 
     def hc_pre(self, x: torch.Tensor, hc_fn: torch.Tensor, hc_scale: torch.Tensor, hc_base: torch.Tensor):
         """Streams [b,s,hc,d] -> the sublayer's input [b,s,d]; post [b,s,hc], comb [b,s,hc,hc] for hc_post."""
-        mixes = hc_mixes(x, hc_fn, self.norm_eps)                                   # [b,s,(2+hc)*hc]
+        streams = x.float()
+        mixes = hc_mixes(streams, hc_fn, self.norm_eps)                             # [b,s,(2+hc)*hc]
         pre, post, comb = hc_split_sinkhorn(mixes, hc_scale, hc_base, self.hc_mult, self.hc_sinkhorn_iters,
                                             self.hc_eps)
-        y = torch.sum(pre.unsqueeze(-1) * x.float(), dim=2)                         # [b,s,d]
+        y = torch.matmul(pre.unsqueeze(2), streams).squeeze(2)                      # [b,s,d]
         return y.type_as(x), post, comb
 
     def hc_post(self, x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torch.Tensor):
         """The sublayer's output [b,s,d] and the streams before it [b,s,hc,d] -> the streams after it."""
-        y = post.unsqueeze(-1) * x.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), residual.float())
-        return y.type_as(x)                                                         # [b,s,hc,d]
+        # x joins the streams as one more, and post the matrix: one product in place of a product and a sum
+        weights = torch.cat([comb, post.unsqueeze(2)], dim=2)                       # [b,s,hc+1,hc]
+        streams = torch.cat([residual, x.unsqueeze(2)], dim=2).float()              # [b,s,hc+1,d]
+        return torch.matmul(weights.transpose(-1, -2), streams).type_as(x)          # [b,s,hc,d]
 
     def forward(self, x: torch.Tensor, start_pos: int, input_ids: torch.Tensor) -> torch.Tensor:
         residual = x                                                                # [b,s,hc,d]
@@ -815,8 +818,8 @@ class Block(nn.Module):
 
 
 def hc_mixes(x: torch.Tensor, hc_fn: torch.Tensor, eps: float) -> torch.Tensor:
-    """hc_fn @ (all streams of a token, RMS-normalised without weight), in fp32: [b,s,hc,d] -> [b,s,mix]."""
-    x = x.flatten(2).float()                                                        # [b,s,hc*d]
+    """hc_fn @ (all streams of a token, RMS-normalised without weight): fp32 [b,s,hc,d] -> [b,s,mix]."""
+    x = x.flatten(2)                                                                # [b,s,hc*d]
     return F.linear(x, hc_fn) * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -847,10 +850,10 @@ class ParallelHead(nn.Module):
 
     def hc_head(self, x: torch.Tensor, hc_fn: torch.Tensor, hc_scale: torch.Tensor, hc_base: torch.Tensor):
         """The streams' weighted sum: [b,s,hc,d] -> [b,s,d]. Like hc_pre, without the other two parts."""
-        mixes = hc_mixes(x, hc_fn, self.norm_eps)                                   # [b,s,hc]
+        streams = x.float()
+        mixes = hc_mixes(streams, hc_fn, self.norm_eps)                             # [b,s,hc]
         pre = torch.sigmoid(mixes * hc_scale + hc_base) + self.hc_eps
-        y = torch.sum(pre.unsqueeze(-1) * x.float(), dim=2)
-        return y.type_as(x)
+        return torch.matmul(pre.unsqueeze(2), streams).squeeze(2).type_as(x)        # [b,s,d]
 
 
 class MTPBlock(Block):
