@@ -847,18 +847,17 @@ class Session:
         logits = self._forward(prompt[-1:])
         self.stats.prefill_s = time.monotonic() - started
         room = min(max_new_tokens, self.model.max_seq_len - len(prompt))
-        self.cut = False
-        for i in range(room):
-            if i:
-                logits = self._forward([token])
+        self.cut = True
+        for left in reversed(range(room)):
             token = int(sample_on_all_ranks(logits, temperature, top_p)[0])
             self.stats.decoded += 1
             self.stats.decode_s = time.monotonic() - started - self.stats.prefill_s
             if token == eos_id:
+                self.cut = False
                 break
             yield token
-        else:
-            self.cut = True
+            if left:
+                logits = self._forward([token])
         self._keep()
 
     def _rewind(self, prompt: List[int]) -> int:

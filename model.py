@@ -15,6 +15,7 @@ Deliberate differences from the vendor:
 - Compressor has one way, too: what waits in its state and what is new are pooled together. A pass at
   start_pos 0 resets that state; the vendor's second conversation starts with what the first one left there.
 - The indexer scores tiles of queries; the vendor holds [b, s, heads, rows] at once.
+- On a GPU all routed experts of a layer run together (kernel.routed_experts); the loop is their reference.
 - A pass must continue where the last one ended; snapshot and restore go back to an earlier end.
 - Activations are bf16, or fp32 for exact comparison, and each of the four ROUND_TRIPS can be switched off.
 - Scales are an argument of linear(): deepcopy and load_state_dict(assign=True) lose a weight.scale attribute.
@@ -36,7 +37,8 @@ import torch.nn.functional as F
 import torch.distributed as dist
 
 from kernel import (act_quant, fp4_act_quant, fp8_gemm, fp4_gemm, sparse_attn, hc_split_sinkhorn,
-                    hadamard_transform, weight_dequant)
+                    hadamard_transform, weight_dequant, index_score, routed_experts, expert_table,
+                    ExpertTable)
 
 
 world_size = 1
@@ -52,7 +54,7 @@ ROUND_TRIPS = (
     "act",         # FP8 rounding of the input of every linear whose weight is stored as FP8 or FP4
 )
 
-INDEX_TILE = 1 << 24    # index scores before their sum over heads that exist at a time
+INDEX_TILE = 1 << 24    # index scores that exist at a time
 
 
 class Mode(NamedTuple):
@@ -538,17 +540,14 @@ class Indexer(nn.Module):
 
         k = self.kv_cache[:bsz, :end_pos // ratio]                                  # [b,r,d]
         n_rows = k.size(1)
-        rows = torch.arange(n_rows, device=x.device)
         visible = visible_rows(ratio, seqlen, start_pos, x.device)                  # [s,1]
         chosen = []
-        tile = max(INDEX_TILE // (bsz * self.n_local_heads * max(n_rows, 1)), 1)
+        tile = max(INDEX_TILE // (bsz * max(n_rows, 1)), 1)
         for i in range(0, seqlen, tile):
             here = slice(i, i + tile)
-            score = torch.einsum("bshd,brd->bshr", q[:, here], k)
-            score = (score.relu_() * weights[:, here].unsqueeze(-1)).sum(dim=2)     # [b,s,r]
+            score = index_score(q[:, here], k, weights[:, here], visible[here])     # [b,s,r]
             if world_size > 1:
                 dist.all_reduce(score)
-            score.masked_fill_(rows >= visible[here], -torch.inf)
             topk_idxs = score.topk(min(self.index_topk, n_rows), dim=-1)[1]         # [b,s,topk]
             chosen.append(torch.where(topk_idxs < visible[here], topk_idxs + offset, -1))
         return torch.cat(chosen, dim=1)
@@ -739,6 +738,7 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList([new_expert() if self.is_local(i) else None
                                       for i in range(self.n_routed_experts)])
         self.shared_experts = new_expert()
+        self.table: ExpertTable = None      # where reset_caches found the experts' weights, on a GPU
 
     def is_local(self, i: int) -> bool:
         return self.experts_start_idx <= i < self.experts_end_idx
@@ -747,11 +747,14 @@ class MoE(nn.Module):
         shape = x.size()
         x = x.view(-1, self.dim)                                                    # [n,dim], n = b*s
         weights, indices = self.gate(x, input_ids.flatten())
-        y = torch.zeros_like(x, dtype=torch.float32)
-        for i in indices.unique().tolist():
-            if self.is_local(i):
-                idx, top = torch.where(indices == i)
-                y[idx] += self.experts[i](x[idx], weights[idx, top, None])
+        if self.table is not None and "act" in mode.round_trips:
+            y = routed_experts(x, weights, indices, self.table, mode.scale_fmt)     # fp32 [n,dim]
+        else:
+            y = torch.zeros_like(x, dtype=torch.float32)
+            for i in indices.unique().tolist():
+                if self.is_local(i):
+                    idx, top = torch.where(indices == i)
+                    y[idx] += self.experts[i](x[idx], weights[idx, top, None])
         if world_size > 1:
             dist.all_reduce(y)
         y += self.shared_experts(x)
@@ -933,8 +936,9 @@ class Transformer(nn.Module):
 
     def reset_caches(self, device):
         """Allocates every cache anew, for max_batch_size conversations of max_seq_len tokens."""
-        for attn in self.attentions():
-            attn.reset_caches(self.args, self.mode.dtype, device)
+        for block in (*self.layers, *self.mtp):
+            block.attn.reset_caches(self.args, self.mode.dtype, device)
+            block.ffn.table = expert_table(block.ffn.experts, device)
         self.end_pos = self.bsz = 0
 
     def snapshot(self) -> Snapshot:

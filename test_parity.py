@@ -4,6 +4,8 @@
     python test_parity.py                              the same, then the parity table
     python test_parity.py traps                        which check catches which mistake
     python test_parity.py bench                        speed beside transformers
+    python test_parity.py sm120                        compiles the Triton kernels for sm_120, without a GPU
+    python test_parity.py kernels                      on a GPU: checks and times them at Flash's shapes
     python test_parity.py vendor --vendor-dir DIR      beside the vendor's model.py, in its inference folder
 
 Every comparison names its oracle. There are four that nobody here wrote into the engine:
@@ -3772,7 +3774,7 @@ def recalls(engine, tokenizer, distance: int, seed: int) -> bool:
 
 
 def test_the_box_recalls_through_compressed_rows(monkeypatch):
-    """It finds a code 30 to 700 tokens back, over twenty of its windows; and none with those rows invisible."""
+    """It finds a code 30 to 700 tokens back, over twenty of its windows; none with those rows invisible."""
     engine, tokenizer = generate.load_model(BOX, max_seq_len=1024)
     distances = (30, 150, 350, 700)
     assert all(recalls(engine, tokenizer, d, seed) for d in distances for seed in range(3))
@@ -3791,6 +3793,751 @@ def test_the_box_against_the_reference():
     error = relative_error(logits, Reference(BOX).forward(tokens[0].numpy())[199:])
     # trained attention is sharper than random: the same rounding shows five times as much
     proof("the checkpoint in the box", REFERENCE, "fp32", error, 5 * EXACT, SHARED_BLIND)
+
+
+# ==========================================================================================================
+# The Triton kernels
+# ==========================================================================================================
+# The oracle of each kernel is its fp32 fallback, which is proven above against brute force: agreement of two
+# halves of kernel.py. The same checks run interpreted, in a process of their own, and on a GPU.
+
+E8M0 = torch.float8_e8m0fnu
+CUDA = torch.cuda.is_available()
+
+
+# ---- kernel against fallback, on a CPU in the interpreter or on a GPU
+
+CHECKS: dict[str, typing.Callable] = {}
+
+# Two fp32 sums in different orders, of some hundred terms each.
+SUM = 2e-6
+# A rounding to bf16 that falls to the other side is 2^-8 of the value; softmax weights and o have one each.
+BF16 = 2 ** -7
+
+
+def check(function):
+    """Registers a function(device) that yields (case, error, tolerance)."""
+    CHECKS[function.__name__.removeprefix("check_")] = function
+    return function
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def different(ours: torch.Tensor, theirs: torch.Tensor) -> int:
+    """How many numbers differ in a bit. NaN equals NaN."""
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
+    same = ours.view(integer) == theirs.view(integer)
+    if ours.dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        same |= ours.float().isnan() & theirs.float().isnan()
+    return int((~same).sum())
+
+
+def error_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """relative_error; infinite where one is not finite and the other is."""
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+    ours, theirs = ours.float().cpu(), theirs.float().cpu()
+    finite = theirs.isfinite()
+    if not torch.equal(finite, ours.isfinite()):
+        return float("inf")
+    ours, theirs = ours.where(finite, 0), theirs.where(finite, 0)
+    return relative_error(ours, theirs) if theirs.any() else float(ours.abs().max())
+
+
+def far_rows(n: int, device) -> torch.Tensor:
+    """Three rows [3, n] 2^30 elements apart, the last beyond int32, in memory that is hardly touched."""
+    return torch.empty(2 ** 31 + n, dtype=torch.bfloat16, device=device).as_strided((3, n), (2 ** 30, 1))
+
+
+@check
+def check_act_quant(device):
+    for block, fmt in ((64, "ue8m0"), (128, "ue8m0"), (128, None)):
+        x = torch.from_numpy(rounding_inputs(block, E4M3_TABLE[:127], block)).to(device)
+        x[5, 3] = torch.nan
+        for dtype in (torch.float32, torch.bfloat16):
+            for scale_dtype in (torch.float32, E8M0)[:2 if fmt else 1]:
+                y, s = kernel.act_quant(x.to(dtype), block, fmt, scale_dtype)
+                y_ref, s_ref = kernel.act_quant_ref(x.to(dtype), block, fmt, scale_dtype)
+                yield f"{block} {fmt} {dtype} {scale_dtype}", different(y, y_ref) + different(s, s_ref), 0
+            part = torch.randn(2, 3, 4 * block + 64, generator=generator(0)).to(device, dtype)
+            part[..., :-64] *= x[-6:].view(2, 3, -1)
+            whole, expected = part.clone(), part.clone()
+            kernel.act_quant(whole[..., :-64], block, fmt, inplace=True)
+            kernel.act_quant_ref(expected[..., :-64], block, fmt, inplace=True)
+            yield f"{block} {fmt} {dtype}, a slice in place", different(whole, expected), 0
+    x = far_rows(128, device)
+    x[:] = torch.randn(3, 128, generator=generator(1))
+    expected = kernel.act_quant_ref(x.clone(), 64, "ue8m0", E8M0, True)
+    yield "a row 2^31 elements on", different(kernel.act_quant(x, 64, "ue8m0", E8M0, True), expected), 0
+    empty, _ = kernel.act_quant(torch.empty(0, 128, device=device))
+    yield "no rows", empty.numel(), 0
+
+
+@check
+def check_fp4_act_quant(device):
+    x = torch.from_numpy(rounding_inputs(32, E2M1_TABLE[:8], 3)).to(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        y, s = kernel.fp4_act_quant(x.to(dtype))
+        y_ref, s_ref = kernel.fp4_act_quant_ref(x.to(dtype))
+        yield f"{dtype}", different(y, y_ref) + different(s, s_ref), 0
+        whole = torch.randn(3, 5, 320, generator=generator(0)).to(device, dtype)
+        whole[1, 2, 40] = torch.nan
+        expected = whole.clone()
+        kernel.fp4_act_quant(whole[..., :-64], 32, True)
+        kernel.fp4_act_quant_ref(expected[..., :-64], 32, True)
+        yield f"{dtype}, a slice in place, with a NaN", different(whole, expected), 0
+    x = far_rows(64, device)
+    x[:] = torch.randn(3, 64, generator=generator(1))
+    expected = kernel.fp4_act_quant_ref(x.clone(), 32, True)
+    yield "a row 2^31 elements on", different(kernel.fp4_act_quant(x, 32, True), expected), 0
+
+
+def random_weight(packed: bool, n: int, k: int, device, rng: torch.Generator, middle: int = 124):
+    """A quantised weight [n, k] and its scales."""
+    raw = torch.randint(0, 256, (n, k // 2 if packed else k), generator=rng, dtype=torch.uint8)
+    if packed:
+        s = torch.randint(middle, middle + 4, (n, k // 32), generator=rng, dtype=torch.uint8)
+        return raw.to(device).view(torch.float4_e2m1fn_x2), s.to(device).view(E8M0)
+    raw[(raw & 127) == 127] = 0
+    s = torch.randint(middle, middle + 4, (-(-n // 128), k // 128), generator=rng, dtype=torch.uint8)
+    return raw.to(device).view(torch.float8_e4m3fn), s.to(device).view(E8M0)
+
+
+def gemm_cases(name: str, device):
+    """M around the tiles, N no multiple of them, K split or not, scales of both kinds, extreme scales."""
+    gemm, reference, packed = getattr(kernel, name), getattr(kernel, f"{name}_ref"), name == "fp4_gemm"
+    for m, n, k, fmt in ((1, 72, 1664, "ue8m0"), (3, 320, 384, None), (17, 72, 384, "ue8m0"),
+                         (65, 200, 256, "ue8m0"), (65, 136, 256, None), (0, 64, 128, "ue8m0")):
+        rng = generator(m + k)
+        x = torch.randn(m, k, generator=rng).to(device)
+        a, a_s = kernel.act_quant_ref(x, 128, fmt, E8M0 if fmt else torch.float32)
+        b, b_s = random_weight(packed, n, k, device, rng)
+        ours = gemm(a, a_s, b, b_s)
+        assert ours.shape == (m, n)
+        if m:
+            yield f"{m} x {n} x {k}, {a_s.dtype}", error_of(ours, reference(a, a_s, b, b_s)), SUM
+    with model.run_mode(model.Mode(torch.bfloat16, (), "ue8m0")):
+        a, a_s = kernel.act_quant_ref(torch.randn(2, 3, 256, generator=rng).to(device), 128, "ue8m0", E8M0)
+        b, b_s = random_weight(packed, 96, 256, device, rng)
+        yield "bf16 out, [2,3,k]", error_of(gemm(a, a_s, b, b_s), reference(a, a_s, b, b_s)), BF16
+        if not packed:
+            yield "F32 weight scales", error_of(gemm(a, a_s, b, b_s.float()), reference(a, a_s, b, b_s)), BF16
+    # Extreme weight scales, against them the activation's. tl.dot_scaled applies the one before the other, so
+    # the numbers are few and small: times 2^127 their sums stay finite.
+    for byte, against in ((0, 227), (1, 227), (254, 27)):
+        for m in (3, 65):
+            a = torch.randint(0, 256, (m, 256), generator=rng, dtype=torch.uint8) & 0x83
+            a[:, 8:] = 0
+            a = a.to(device).view(torch.float8_e4m3fn)
+            a_s = torch.full((m, 2), against, dtype=torch.uint8, device=device).view(E8M0)
+            b, b_s = random_weight(packed, 96, 256, device, rng)
+            b = (b.view(torch.uint8) & (0xBB if packed else 0xBF)).view(b.dtype)
+            b_s = torch.full_like(b_s.view(torch.uint8), byte).view(E8M0)
+            yield f"scale byte {byte}, M {m}", error_of(gemm(a, a_s, b, b_s), reference(a, a_s, b, b_s)), SUM
+
+
+@check
+def check_fp8_gemm(device):
+    yield from gemm_cases("fp8_gemm", device)
+
+
+@check
+def check_fp4_gemm(device):
+    yield from gemm_cases("fp4_gemm", device)
+
+
+@check
+def check_sparse_attn(device):
+    """Heads and keys around the tiles; rows without a key, with a single one, with one key many times."""
+    for h, d, topk, m in ((1, 128, 1, 2), (8, 128, 7, 2), (16, 512, 70, 2), (64, 128, 333, 1),
+                          (128, 64, 40, 1), (4, 208, 130, 3)):
+        rng = generator(topk)
+        cache = torch.randn(2, 500, d, generator=rng).to(device, torch.bfloat16)
+        kv = cache[:, :400]             # as the model's: batches lie further apart than their rows take
+        q = torch.randn(2, m, h, d, generator=rng).to(device, torch.bfloat16)
+        sink = torch.randn(h, generator=rng).to(device)
+        idxs = torch.randint(-1, 400, (2, m, topk), generator=rng, dtype=torch.int32).to(device)
+        idxs[0, 0] = -1
+        idxs[1, -1] = -1
+        idxs[1, -1, topk // 2] = 7
+        if m > 2:
+            idxs[1, 0] = 9
+        expected = kernel.sparse_attn_ref(q, kv, sink, idxs, d ** -0.5)
+        for keys in (32, 10 ** 9):      # split over keys, and not
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kernel, "SPLIT_KEYS", keys)
+                patch.setattr(kernel, "processors", lambda device: 64)
+                ours = kernel.sparse_attn(q, kv, sink, idxs, d ** -0.5)
+            what = f"h {h}, d {d}, topk {topk}{', split' if keys == 32 and topk > 32 else ''}"
+            yield what, error_of(ours, expected), BF16
+            yield what + ", row without keys", float(ours[0, 0].abs().max()), 0
+    far = far_rows(128, device)
+    far[:] = torch.randn(3, 128, generator=rng)
+    q, idxs = q.new_ones(3, 1, 1, 128), torch.zeros(3, 1, 2, dtype=torch.int32, device=device)
+    for what, kv in (("batch", far.unsqueeze(1)), ("row", far.expand(3, 3, 128))):
+        idxs[..., 1] = kv.size(1) - 1
+        ours, theirs = (f(q, kv, sink[:1], idxs, 0.1) for f in (kernel.sparse_attn, kernel.sparse_attn_ref))
+        yield f"a {what} 2^31 elements on", error_of(ours, theirs), BF16
+
+
+@check
+def check_index_score(device):
+    """Against the fallback in fp32: in bf16 it rounds each head's score, which the kernel does not."""
+    for b, m, h, d, rows in ((1, 1, 64, 128, 100), (2, 17, 16, 128, 67), (2, 3, 1, 64, 5), (1, 2, 4, 64, 64)):
+        rng = generator(rows)
+        q, k = torch.randn(b, m, h, d, generator=rng), torch.randn(b, 2 * rows, d, generator=rng)
+        q, k = (kernel.fp4_act_quant_ref(x, 32, True).to(device, torch.bfloat16) for x in (q, k))
+        k = k[:, :rows]                 # as the model's: batches lie further apart than their rows take
+        weights = torch.randn(b, m, h, generator=rng).to(device, torch.bfloat16)
+        visible = torch.arange(rows - m, rows, device=device).unsqueeze(1)
+        ours = kernel.index_score(q, k, weights, visible)
+        theirs = kernel.index_score_ref(q.float(), k.float(), weights.float(), visible)
+        yield f"{m} queries, {h} heads, {rows} rows", error_of(ours, theirs.bfloat16()), BF16
+        yield "rows that a query may not see", int((ours.isneginf() != theirs.isneginf()).sum()), 0
+
+
+@check
+def check_hc_split_sinkhorn(device):
+    for hc, iters, tokens in ((4, 20, 1), (4, 20, 19), (4, 1, 3), (2, 3, 8)):
+        rng = generator(tokens)
+        mix = (2 + hc) * hc
+        mixes = (3 * torch.randn(1, tokens, mix, generator=rng)).to(device)
+        scale, base = (torch.randn(n, generator=rng).to(device) for n in (3, mix))
+        ours = kernel.hc_split_sinkhorn(mixes, scale, base, hc, iters, 1e-6)
+        theirs = kernel.hc_split_sinkhorn_ref(mixes, scale, base, hc, iters, 1e-6)
+        yield f"{tokens} tokens, {hc} streams, {iters} iterations", max(map(error_of, ours, theirs)), SUM
+
+
+@check
+def check_hadamard_transform(device):
+    for rows, n in ((1, 128), (19, 128), (3, 32)):
+        x = torch.randn(rows, n + 64, generator=generator(rows)).to(device)[:, :n]
+        for x, tolerance in ((x, SUM), (x.bfloat16(), BF16)):
+            ours = kernel.hadamard_transform(x, n ** -0.5)
+            theirs = kernel.hadamard_transform_ref(x, n ** -0.5)
+            yield f"{rows} x {n}, {x.dtype}", error_of(ours, theirs), tolerance
+
+
+@functools.cache
+def expert_modules(packed: bool, n: int, device) -> list[model.Expert]:
+    """Experts of 256 -> 128 -> 256 with quantised weights, as loading leaves them."""
+    rng, experts = generator(n), []
+    for _ in range(n):
+        expert = model.Expert(256, 128, swiglu_limit=2.0)
+        for linear in (expert.w1, expert.w2, expert.w3):
+            weight, scale = random_weight(packed, linear.out_features, linear.in_features, device, rng,
+                                          121 if packed else 117)
+            linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+            linear.scale = torch.nn.Parameter(scale, requires_grad=False)
+        experts.append(expert)
+    return experts
+
+
+@check
+def check_routed_experts(device):
+    """Against MoE.forward's loop: a tile per pick, tiles of sorted picks, a rank with part of the experts."""
+    for packed, fmt, tokens, absent in ((True, "ue8m0", 1, 0), (True, None, 3, 2), (False, "ue8m0", 5, 2),
+                                        (True, "ue8m0", 70, 2), (True, None, 35, 0), (False, "ue8m0", 35, 2)):
+        experts = [None] * absent + expert_modules(packed, 5, device) + [None] * absent
+        table = kernel.expert_table(experts, device)
+        rng = generator(tokens)
+        x = torch.randn(tokens, 256, generator=rng).to(device)
+        indices = torch.rand(tokens, 5 + 2 * absent, generator=rng).argsort(dim=-1)[:, :2].to(device)
+        weights = torch.rand(tokens, 2, generator=rng).to(device)
+        for dtype, tolerance in ((torch.float32, EXPERTS), (torch.bfloat16, EXPERTS_BF16)):
+            with model.run_mode(model.Mode(dtype, model.ROUND_TRIPS, fmt)):
+                ours = kernel.routed_experts(x.to(dtype), weights, indices, table, fmt)
+                theirs = torch.zeros_like(ours)
+                for i in indices.unique().tolist():
+                    if experts[i] is not None:
+                        idx, top = torch.where(indices == i)
+                        theirs[idx] += experts[i](x[idx].to(dtype), weights[idx, top, None])
+            case = f"{'fp4' if packed else 'fp8'} {fmt} {dtype}, {tokens} tokens"
+            yield case, error_of(ours, theirs), tolerance
+
+
+# Between w1, w3 and w2 the values are rounded to e4m3. One in ten thousand falls to the other side because of
+# the order of a sum, and is 1/16 off; it is one of 128 terms of an output.
+EXPERTS = 1e-2
+# ... and in bf16 the products are rounded, too.
+EXPERTS_BF16 = 2e-2
+
+
+def decode_logits(engine, prompt: int, steps: int, device) -> torch.Tensor:
+    """Logits after a prompt, and after each of some more tokens."""
+    tokens = random_tokens(prompt + steps).to(device)
+    logits = [engine(tokens[:, :prompt])]
+    return torch.cat(logits + [engine(tokens[:, p:p + 1], p) for p in range(prompt, prompt + steps)])
+
+
+def engine_on(device, dtype=torch.bfloat16) -> model.Transformer:
+    engine = load(fixture("fp8"), dtype, model.ROUND_TRIPS).to(device)
+    engine.reset_caches(device)
+    return engine
+
+
+@contextlib.contextmanager
+def fallbacks():
+    """What the wrappers do where there is no Triton."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "TRITON_DEVICE", None)
+        yield
+
+
+@check
+def check_forward(device):
+    """The whole tiny model, bf16, round trips on: FP8 and FP4 weights, a prompt and decode steps. Each layer
+    from the same input, as closely as one layer allows; then the logits, as closely as six layers do."""
+    engine, calls = engine_on(device), []
+    hooks = [layer.register_forward_hook(lambda *call: calls.append(call)) for layer in engine.layers]
+    with fallbacks():
+        engine.reset_caches(device)
+        theirs = decode_logits(engine, 10, 2, device)
+    for hook in hooks:
+        hook.remove()
+    engine.reset_caches(device)
+    with model.run_mode(engine.mode):
+        for layer, arguments, expected in calls:
+            yield f"layer {layer.layer_id} at {arguments[1]}", error_of(layer(*arguments), expected), LAYER
+    engine.reset_caches(device)
+    kernel.launches.clear()
+    ours = decode_logits(engine, 10, 2, device)
+    assert kernel.launches["experts_up_kernel"] == 3 * len(engine.layers), "the kernels ran"
+    for step, (a, b) in enumerate(zip(ours, theirs)):
+        yield f"logits, step {step}", error_of(a, b), LOGITS
+    repeated = sum(torch.equal(ours[i], ours[i + 1]) for i in range(len(ours) - 1))
+    yield "steps that repeat the one before", repeated, 0
+
+
+# A sum in another order moves one of some ten thousand roundings to its neighbour: in e4m3 1/16 of one of the
+# 128 or 256 inputs of a product, in bf16 2^-8 of an output.
+LAYER = 2 ** -6
+# Over six layers such flips grow to 10% of the logits (test_round_trips_layer_by_layer); bf16 alone makes 5%.
+LOGITS = 0.15
+
+
+def run_checks(device) -> dict[str, list]:
+    found = {}
+    for name, function in CHECKS.items():
+        started = time.time()
+        kernel.launches.clear()
+        with torch.inference_mode():
+            found[name] = list(function(device))
+        assert kernel.launches, f"{name}: no kernel ran"
+        print(f"{name}: {len(found[name])} cases, {time.time() - started:.1f} s", file=sys.stderr, flush=True)
+    return found
+
+
+@functools.cache
+def interpreted() -> dict[str, list]:
+    """run_checks in a process of its own: whether kernels are interpreted is decided as they are imported."""
+    env = os.environ | {"KERNEL_BACKEND": "triton", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", __file__, "interpret"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "kernel: triton on CPU, interpreted" in done.stderr
+    return json.loads(done.stdout)
+
+
+needs_triton = pytest.mark.skipif(kernel.triton is None, reason="needs Triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CHECKS)
+def test_kernels_interpreted(name):
+    """Oracle: the kernel's own fallback."""
+    cases = interpreted()[name]
+    assert cases
+    for case, error, tolerance in cases:
+        assert error <= tolerance, f"{case}: {error:.2e} is more than {tolerance:.0e}"
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("name", CHECKS)
+def test_kernels_on_the_gpu(name):
+    with torch.inference_mode():
+        for case, error, tolerance in CHECKS[name]("cuda"):
+            assert error <= tolerance, f"{case}: {error:.2e}"
+
+
+# ---- which backend runs
+
+@needs_triton
+@pytest.mark.parametrize("wish, capability, expected, said", [
+    (None, None, None, ""), ("torch", None, None, "kernel: torch on CPU\n"),
+    (None, (12, 0), "cuda", "kernel: triton on Card, capability 12.0\n"),
+    (None, (12, 1), "cuda", "kernel: triton on Card, capability 12.1\n"),
+    (None, (8, 9), "cuda", "kernel: triton on Card, capability 8.9\n"),
+    (None, (8, 0), None, "kernel: torch on Card, capability 8.0\n"),
+    ("torch", (12, 0), None, "kernel: torch on Card, capability 12.0\n"),
+])
+def test_backend(monkeypatch, capsys, wish, capability, expected, said):
+    monkeypatch.delenv("KERNEL_BACKEND", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if wish:
+        monkeypatch.setenv("KERNEL_BACKEND", wish)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
+    assert kernel.choose_backend() == expected
+    assert capsys.readouterr().err == said
+
+
+@needs_triton
+def test_backend_that_is_refused(monkeypatch):
+    monkeypatch.setenv("KERNEL_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="torch or triton"):
+        kernel.choose_backend()
+    monkeypatch.setenv("KERNEL_BACKEND", "triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="needs a GPU"):
+        kernel.choose_backend()
+    monkeypatch.setattr(kernel, "triton", None)
+    with pytest.raises(ValueError, match="not installed"):
+        kernel.choose_backend()
+
+
+def test_without_triton():
+    """kernel.py where `import triton` fails: silent, and the fallbacks compute."""
+    code = ("import sys; sys.modules['triton'] = None\nimport torch, kernel\n"
+            "assert kernel.TRITON_DEVICE is None\n"
+            "kernel.act_quant(torch.ones(2, 128)); kernel.hadamard_transform(torch.ones(1, 128))")
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    env.pop("KERNEL_BACKEND", None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and (CUDA or not done.stderr), done.stderr
+
+
+# ---- sm120: compiling without a GPU
+
+SHARED_LIMIT = 101_376      # bytes of shared memory that a block of sm_120 can have
+OTHER_TARGETS = (89, 90, 100, 121)
+
+
+class Build(typing.NamedTuple):
+    """A kernel with a tile: its arguments' types in order, its constants, and the ceilings."""
+    kernel: str
+    tile: str
+    types: str
+    constants: dict
+    warps: int = 4
+    stages: int = 3
+    registers: int = 64
+    shared: int = SHARED_LIMIT
+    mma: str = ""           # what every mma instruction must contain
+    aligned: bool = True    # integers are multiples of 16, as Flash's sizes are
+
+
+def builds() -> list[Build]:
+    """Every kernel at Flash's shapes, with the tiles that the wrappers choose."""
+    attention = "*bf16 *bf16 *fp32 *i32 *bf16 i32 i32 i64 i32 fp32"
+    split = "*bf16 *bf16 *i32 *fp32 *fp32 *fp32 i32 i32 i32 i64 i32 fp32"
+    index = "*bf16 *bf16 *bf16 *i64 *bf16 i32 i32 i64 i32"
+    eight, four = {"BLOCK": 128, "TILE": 8, "POWER_OF_TWO": True, "INPLACE": False}, {"BLOCK": 32, "TILE": 32}
+    heads = {"H": 64, "D": 512, "BD": 512, "BI": 32}
+    keys = {"H": 64, "D": 128, "BH": 64, "BD": 128, "BR": 64, "BQ": 16}
+    bf16 = "bf16.bf16"
+    return [
+        Build("act_quant", "8 x 128", "*bf16 *fp8e4nv *u8 i32 i32 i32", eight),
+        Build("act_quant", "fp32", "*fp32 *fp8e4nv *fp32 i32 i32 i32", eight | {"POWER_OF_TWO": False}),
+        Build("act_quant", "in place", "*bf16 *bf16 *bf16 i32 i32 i32",
+              eight | {"BLOCK": 64, "INPLACE": True}),
+        Build("fp4_act_quant", "32 x 32", "*bf16 *u8 *u8 i32 i32 i32", four | {"INPLACE": False}),
+        Build("fp4_act_quant", "in place", "*bf16 *bf16 *bf16 i32 i32 i32", four | {"INPLACE": True}),
+        *gemm_builds(), *expert_builds(),
+        Build("split_sum", "1024", "*fp32 *bf16 i32 i32", {"TILE": 1024}),
+        Build("sparse_attn", "16 heads, 32 keys", attention, heads | {"BH": 16}, 8, 2, 128, 50_304, bf16),
+        Build("sparse_attn", "32 heads, 32 keys", attention, heads | {"BH": 32}, 8, 2, 192, 69_632, bf16),
+        Build("sparse_attn_split", "16 heads, 32 keys", split, heads | {"BH": 16}, 8, 2, 128, 50_304, bf16),
+        Build("sparse_attn_combine", "512", "*fp32 *fp32 *fp32 *fp32 *bf16 i32",
+              {"H": 64, "D": 512, "BD": 512}),
+        Build("index_score", "64 rows, 64 heads", index, keys, registers=128, mma=bf16),
+        Build("hc_split_sinkhorn", "8 tokens", "*fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32 fp32",
+              {"HC": 4, "ITERS": 20, "TILE": 8}, 1),
+        Build("hadamard_transform", "8 x 128", "*bf16 *bf16 i32 i32 fp32", {"N": 128, "LOG": 7, "TILE": 8}),
+    ]
+
+
+# by kernel.product's FORMAT
+MMA = {"e4m3": "e4m3.e4m3", "bytes": "bf16.bf16", "words": "mxf8f6f4.block_scale"}
+
+
+def gemm_builds() -> typing.Iterator[Build]:
+    types = "*fp8e4nv *u8 {} *u8 {} i32 i32 i32 i32"
+    small, large = {"BM": 16, "BN": 32}, {"BM": 64, "BN": 128}
+    for tile, out in (("16x32x128", "*bf16"), ("16x32x128 split", "*fp32")):
+        yield Build("fp8_gemm", tile, types.format("*fp8e4nv", out), small, 4, 4, 96, mma=MMA["e4m3"])
+    yield Build("fp8_gemm", "64x128x128", types.format("*fp8e4nv", "*bf16"), large, 8, 3, 176,
+                mma=MMA["e4m3"])
+    for tile, form, constants, warps, stages, most in (
+            ("16x32x128 bytes", "bytes", small, 4, 4, 96), ("64x128x128 words", "words", large, 8, 3, 176),
+            ("64x64x128 bytes", "bytes", {"BM": 64, "BN": 64}, 8, 3, 176)):
+        weight = "*i32" if form == "words" else "*u8"
+        yield Build("fp4_gemm", tile, types.format(weight, "*bf16"), constants | {"FORMAT": form}, warps,
+                    stages, most, mma=MMA[form])
+
+
+def expert_builds() -> typing.Iterator[Build]:
+    up = "*fp8e4nv *u8 *fp32 *i64 *i64 *i64 *bf16 i32 i32 fp32 i32 i32 i32"
+    down = "*fp8e4nv *u8 *i64 *i64 *i64 *bf16 i32 i32 i32 i32"
+    for form, is_sorted in (("bytes", False), ("e4m3", False), ("words", True), ("bytes", True),
+                            ("e4m3", True)):
+        bm, bn, warps, stages, most = (32, 128, 8, 3, 176) if is_sorted else (16, 64, 4, 4, 96)
+        tile = f"{bm}x{bn}x128 {form}{' sorted' if is_sorted else ''}"
+        constants = {"BM": bm, "BN": bn, "FORMAT": form, "SORTED": is_sorted}
+        for name, arguments in (("experts_up", up), ("experts_down", down)):
+            yield Build(name, tile, arguments, constants, warps, stages, most, mma=MMA[form], aligned=False)
+
+
+def compile_kernel(build: Build, target: int):
+    """Triton's result for a target such as 120, and the seconds it took."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    function = getattr(kernel, build.kernel + "_kernel")
+    types = iter(build.types.split())
+    signature = {name: "constexpr" if name in build.constants else next(types) for name in function.arg_names}
+    assert next(types, None) is None, f"{build.kernel}: too many types"
+    # what the launcher would find: 16-byte pointers, and sizes that are multiples of 16
+    varying = {"first_expert", "experts", "TOPK", *(function.do_not_specialize or ())}
+    wide = {"N", "K"} if not build.aligned else set(function.arg_names) - varying
+    attrs = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(signature.items())
+             if kind.startswith("*") or kind in ("i32", "i64") and name in wide}
+    started = time.time()
+    source = ASTSource(function, signature, build.constants, attrs)
+    options = {"num_warps": build.warps, "num_stages": build.stages}
+    built = kernel.triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    return built, time.time() - started
+
+
+def resources(built, folder: str) -> dict:
+    """Registers, stack and spills, as the wheel's own cuobjdump and ptxas report them."""
+    tools = Path(kernel.triton.__file__).parent / "backends" / "nvidia" / "bin"
+    cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+    cubin.write_bytes(built.asm["cubin"])
+    ptx.write_text(built.asm["ptx"])
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    target = re.search(r"\.target (\w+)", built.asm["ptx"]).group(1)
+    usage = run([tools / "cuobjdump", "-res-usage", cubin]).stdout
+    said = run([tools / "ptxas-blackwell", "-v", "--gpu-name", target, ptx, "-o", os.devnull]).stderr
+    return {"registers": int(re.search(r"REG:(\d+)", usage).group(1)),
+            "spills": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
+            "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
+            "shared": built.metadata.shared,
+            "mma": sorted(set(re.findall(r"mma\.sync\.\S+", built.asm["ptx"])))}
+
+
+def complaints(build: Build, found: dict) -> list[str]:
+    """Which ceilings a build for sm_120 breaks."""
+    most = {"registers": build.registers, "shared": build.shared, "spills": 0, "stack": 0}
+    said = [f"{name} {found[name]}" for name in most if found[name] > most[name]]
+    if bool(build.mma) != bool(found["mma"]) or any(build.mma not in mma for mma in found["mma"]):
+        said.append(f"multiplies with {found['mma']}, not {build.mma}")
+    return said
+
+
+def sm120() -> int:
+    """Compiles everything, prints a table, returns 1 if a ceiling is broken."""
+    if kernel.triton is None or os.environ.get("TRITON_INTERPRET") == "1":
+        print("sm120 needs Triton, and TRITON_INTERPRET unset", file=sys.stderr)
+        return 2
+    bad = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        print("| kernel | tile | warps/stages | registers | spills | stack | shared | mma | seconds |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for build in builds():
+            built, seconds = compile_kernel(build, 120)
+            found = resources(built, folder)
+            mma = re.sub(r"mma\.sync\.aligned\.|\.row\.col|\.scale_vec::1X", "", " ".join(found["mma"]))
+            print(f"| {build.kernel} | {build.tile} | {build.warps}/{build.stages} | {found['registers']} | "
+                  f"{found['spills']} | {found['stack']} | {found['shared']:,} | {mma or '-'} | "
+                  f"{seconds:.1f} |", flush=True)
+            bad += [f"{build.kernel} {build.tile}: {said}" for said in complaints(build, found)]
+        for target in OTHER_TARGETS:
+            seconds = sum(compile_kernel(build, target)[1] for build in builds())
+            print(f"\nsm_{target}: all {len(builds())} compile, {seconds:.0f} s", flush=True)
+    for line in bad:
+        print("over the ceiling: " + line, file=sys.stderr)
+    return bool(bad)
+
+
+@needs_triton
+def test_sm120():
+    env = os.environ | {"KERNEL_BACKEND": "torch", "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, __file__, "sm120"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"sm_{target}: all" in done.stdout for target in OTHER_TARGETS)
+
+
+# ---- kernels: on a GPU, times at Flash's shapes
+
+# n, k
+FLASH_LINEARS = {"wq_a": (1024, 4096), "wq_b": (32768, 1024), "wkv": (512, 4096), "wo_b": (4096, 8192)}
+
+
+class Work(typing.NamedTuple):
+    """One call at one of Flash's shapes, and the bytes that it must read and write at least."""
+    kernel: str
+    shape: str
+    run: typing.Callable
+    bytes: int
+
+
+def random_activation(m: int, k: int, device):
+    return kernel.act_quant(torch.randn(m, k, device=device, dtype=torch.bfloat16), 128, "ue8m0", E8M0)
+
+
+def flash_gemms(m: int, device) -> typing.Iterator[Work]:
+    rng = generator(0)
+    for name, (n, k) in FLASH_LINEARS.items():
+        a, b = random_activation(m, k, device), random_weight(False, n, k, device, rng)
+        yield Work("fp8_gemm", f"{name}: {m} x {n} x {k}", lambda a=a, b=b: kernel.fp8_gemm(*a, *b),
+                   n * k + m * k + 2 * m * n)
+    n, k = 2048, 4096
+    a, b = random_activation(m, k, device), random_weight(True, n, k, device, rng)
+    yield Work("fp4_gemm", f"an expert's w1: {m} x {n} x {k}", lambda: kernel.fp4_gemm(*a, *b),
+               n * k * 17 // 32 + m * k + 2 * m * n)
+
+
+def flash_attention(m: int, device) -> typing.Iterator[Work]:
+    """At 4,096 tokens: 128 rows of the window and 512 of 1,024 compressed ones, or all 32 of ratio 128."""
+    new = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    q, kv, sink = new(1, m, 64, 512), new(1, 1151 + 1024, 512), torch.zeros(64, device=device)
+    for topk in (640, 160):
+        idxs = torch.rand(m, kv.size(1), device=device).argsort(dim=-1)[None, :, :topk].int().contiguous()
+        rows = min(m * topk, kv.size(1))
+        yield Work("sparse_attn", f"{m} queries, 64 heads, {topk} rows",
+                   lambda idxs=idxs: kernel.sparse_attn(q, kv, sink, idxs, 512 ** -0.5),
+                   2 * (2 * q.numel() + rows * 512) + 4 * idxs.numel())
+    q, k, weights = new(1, m, 64, 128), new(1, 1024, 128), new(1, m, 64)
+    visible = torch.full((m, 1), 1024, device=device)
+    yield Work("index_score", f"{m} queries, 64 heads, 1,024 rows",
+               lambda: kernel.index_score(q, k, weights, visible), 2 * (q.numel() + k.numel() + m * 1024))
+
+
+def flash_small(m: int, device) -> typing.Iterator[Work]:
+    new = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    x, kv, q = new(m, 4096), new(1, m, 512), new(1, m, 64, 128)
+    mixes, three, base = (torch.randn(n, device=device) for n in ((1, m, 24), (3,), (24,)))
+    yield Work("act_quant", f"{m} x 4,096", lambda: kernel.act_quant(x, 128, "ue8m0", E8M0), 3 * x.numel())
+    yield Work("act_quant", f"{m} x 448 in place",
+               lambda: kernel.act_quant(kv[..., :-64], 64, "ue8m0", E8M0, True), 4 * m * 448)
+    yield Work("fp4_act_quant", f"{m} x 64 x 128 in place", lambda: kernel.fp4_act_quant(q, 32, True),
+               4 * q.numel())
+    yield Work("hadamard_transform", f"{m} x 64 x 128", lambda: kernel.hadamard_transform(q), 4 * q.numel())
+    yield Work("hc_split_sinkhorn", f"{m} tokens", lambda: kernel.hc_split_sinkhorn(mixes, three, base),
+               8 * mixes.numel())
+
+
+def flash_experts(m: int, device) -> Work:
+    """A layer's 256 experts, 6 for each token. They all have the same bytes, in memory of their own."""
+    rng, inter, dim = generator(0), 2048, 4096
+    w1, w2 = random_weight(True, inter, dim, device, rng), random_weight(True, dim, inter, device, rng)
+    tensors = [t.clone() for _ in range(256) for weight in (w1, w2, w1) for t in weight]
+    addresses = torch.tensor([t.data_ptr() for t in tensors], device=device).view(-1, 6)
+    table = kernel.ExpertTable(addresses, tensors, 0, True, (inter, dim), 10.0)
+    x = torch.randn(m, dim, device=device, dtype=torch.bfloat16)
+    indices = torch.rand(m, 256, device=device).argsort(dim=-1)[:, :6].contiguous()
+    weights = torch.rand(m, 6, device=device)
+    used = indices.unique().numel()
+    return Work("routed_experts", f"{m} tokens, 6 of 256 experts",
+                lambda: kernel.routed_experts(x, weights, indices, table, "ue8m0"),
+                used * 3 * inter * dim * 17 // 32)
+
+
+def print_times(device: str):
+    """Median times, beside the fallback's, and the bytes a second beside those of a copy on this GPU."""
+    from triton.testing import do_bench
+    seconds = functools.partial(do_bench, return_mode="median")
+    big = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    copy = 2 * big.numel() / seconds(lambda: big.clone()) / 1e6         # GB/s
+    print(f"\nA copy moves {copy:,.0f} GB/s.\n")
+    print("| kernel | shape | us | fallback, us | MB it must move | GB/s | of a copy's |")
+    print("|---|---|---|---|---|---|---|")
+    for m in (1, 1024):
+        works = *flash_small(m, device), *flash_gemms(m, device), *flash_attention(m, device)
+        for work in (*works, flash_experts(m, device)):
+            ms, slow = seconds(work.run), "-"
+            if work.kernel != "routed_experts":     # whose fallback is a loop in model.py
+                with fallbacks():
+                    slow = f"{1e3 * seconds(work.run):,.0f}"
+            rate = work.bytes / ms / 1e6
+            print(f"| {work.kernel} | {work.shape} | {1e3 * ms:,.1f} | {slow} | {work.bytes / 1e6:,.2f} | "
+                  f"{rate:,.0f} | {rate / copy:.0%} |", flush=True)
+
+
+def launches_of_a_token(device) -> collections.Counter:
+    """How often a decode step of the tiny model starts each of our kernels."""
+    engine, tokens = engine_on(device), random_tokens(21).to(device)
+    engine(tokens[:, :20])
+    kernel.launches.clear()
+    engine(tokens[:, 20:], 20)
+    return collections.Counter(kernel.launches)
+
+
+def all_launches_of_a_token(device) -> int:
+    """The same with torch's own kernels, as the profiler sees them."""
+    from torch.profiler import ProfilerActivity, profile
+    engine, tokens = engine_on(device), random_tokens(22).to(device)
+    engine(tokens[:, :20])
+    engine(tokens[:, 20:21], 20)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        engine(tokens[:, 21:], 21)
+        torch.cuda.synchronize()
+    return sum(event.count for event in seen.key_averages() if event.device_type.name == "CUDA")
+
+
+def kernels() -> int:
+    """Checks and times on a GPU; exit code 1 if a check fails, 2 without a GPU."""
+    if not CUDA or kernel.TRITON_DEVICE != "cuda":
+        print("kernels needs a CUDA GPU of capability 8.9 or more, and Triton; none here", file=sys.stderr)
+        return 2
+    bad = 0
+    print("| kernel | cases | largest error | tolerance |\n|---|---|---|---|")
+    for name, cases in run_checks("cuda").items():
+        _, errors, tolerances = zip(*cases)
+        print(f"| {name} | {len(cases)} | {max(errors):.1e} | {max(tolerances):.1e} |")
+        for case, error, tolerance in cases:
+            if not error <= tolerance:
+                bad += 1
+                print(f"{name}, {case}: {error:.2e} is more than {tolerance:.0e}", file=sys.stderr)
+    print_times("cuda")
+    ours = launches_of_a_token("cuda")
+    print(f"\nA decoded token of the tiny model (6 layers): {ours.total()} launches of these kernels, "
+          f"{all_launches_of_a_token('cuda')} in all.")
+    for name, count in ours.most_common():
+        print(f"  {count:4} {name}")
+    return int(bad > 0)
+
+
+@pytest.mark.skipif(CUDA, reason="there is a GPU")
+def test_kernels_command_without_a_gpu(capsys):
+    assert kernels() == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_decode_step_as_a_cuda_graph():
+    """A step never waits for the GPU: it can be captured, and replayed for another token at its position."""
+    engine, tokens = engine_on("cuda"), random_tokens(22).cuda()
+    engine(tokens[:, :20])
+    state = engine.snapshot()
+    token = tokens[:, 20:21].clone()
+    engine(token, 20)               # compiles, and fills what is cached
+    engine.restore(state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = engine(token, 20)
+    for other in (tokens[:, 20:21], tokens[:, 21:22]):
+        engine.restore(state)
+        expected = engine(other, 20)
+        engine.restore(state)
+        token.copy_(other)
+        graph.replay()
+        assert torch.equal(logits, expected)
 
 
 # ==========================================================================================================
@@ -3815,7 +4562,7 @@ def seconds(prefill, step, n: int = 512, steps: int = 64) -> tuple[float, float]
 
 @torch.inference_mode()
 def bench(rounds: int = 5):
-    """A random bf16 model, all round trips on in ours, the two engines in turn; medians."""
+    """A random bf16 model, in ours with all round trips, the two engines in turn; medians."""
     import transformers
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(os.cpu_count())
@@ -3837,12 +4584,12 @@ def bench(rounds: int = 5):
     print(f"{torch.get_num_threads()} threads, medians of {rounds} rounds in turn, transformers "
           f"{transformers.__version__}, random bf16 weights")
     print("| | prefill of 512 | 64 tokens decoded |\n|---|---|---|")
-    medians = {}
     for who, rows in times.items():
-        medians[who] = [statistics.median(column) for column in zip(*rows[1:])]
-        print(f"| {who} | {medians[who][0]:.2f} s | {medians[who][1]:.2f} s |")
-    ratios = [b / a for a, b in zip(medians["ours"], medians["transformers"])]
-    print(f"| ours is faster by | {ratios[0]:.2f} x | {ratios[1]:.2f} x |")
+        prefill, decode = (statistics.median(column) for column in zip(*rows[1:]))
+        print(f"| {who} | {prefill:.2f} s | {decode:.2f} s |")
+    pairs = list(zip(times["ours"][1:], times["transformers"][1:]))     # by round: a machine's speed drifts
+    ratios = [statistics.median(theirs[i] / ours[i] for ours, theirs in pairs) for i in (0, 1)]
+    print(f"| transformers takes | {ratios[0]:.2f} x | {ratios[1]:.2f} x |")
 
 
 # ==========================================================================================================
@@ -3943,6 +4690,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("bench", help="speed beside transformers, on this machine")
     commands.add_parser("traps", help="which check catches which mistake")
+    commands.add_parser("sm120", help="compile every Triton kernel for sm_120, without a GPU")
+    commands.add_parser("kernels", help="on a GPU: check every Triton kernel and time it at Flash's shapes")
+    commands.add_parser("interpret", help="the interpreter's checks as JSON; for test_kernels_interpreted")
     vendor = commands.add_parser("vendor", help="our model.py against the vendor's, over our kernel.py")
     vendor.add_argument("--vendor-dir", required=True, help="a copy of the vendor's inference folder")
     args, rest = parser.parse_known_args()
@@ -3950,13 +4700,10 @@ def main() -> int:
         return pytest.main([__file__, "-q", *rest], plugins=[PrintProofs()])
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
-    if args.command == "bench":
-        bench()
-    elif args.command == "traps":
-        print_traps()
-    else:
+    if args.command == "vendor":
         return compare_with_vendor(args.vendor_dir)
-    return 0
+    return {"bench": bench, "traps": print_traps, "sm120": sm120, "kernels": kernels,
+            "interpret": lambda: print(json.dumps(run_checks("cpu")))}[args.command]() or 0
 
 
 if __name__ == "__main__":
