@@ -202,6 +202,7 @@ CONFIG_KEYS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
     "num_nextn_predict_layers", "compress_ratios",
 )
+DSPARK_STAGES = 3       # draft stages of Flash-0731, after its layers
 PARALLEL_KEYS = ("n_routed_experts", "num_attention_heads", "o_groups", "vocab_size", "index_n_heads")
 
 
@@ -252,11 +253,11 @@ def check_config(config: dict) -> None:
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}: it must be the published config.json "
                               "(the vendor's inference/config.json has other keys)")
-    layers, drafts = config["num_hidden_layers"], config["num_nextn_predict_layers"]
-    ratios = len(config["compress_ratios"])
-    if ratios != layers + drafts and not (has_dspark(config) and ratios > layers):
+    layers, ratios = config["num_hidden_layers"], len(config["compress_ratios"])
+    drafts = DSPARK_STAGES if has_dspark(config) else config["num_nextn_predict_layers"]
+    if ratios != layers + drafts:
         raise CheckpointError(f"config.json has {ratios} compress_ratios, but {layers} layers and {drafts} "
-                              f"MTP blocks need {layers + drafts}: take it from the published checkpoint")
+                              f"more need {layers + drafts}: take it from the published checkpoint")
     if config["n_shared_experts"] != 1:
         raise CheckpointError(f"config.json says n_shared_experts {config['n_shared_experts']}: it must be 1")
 
@@ -629,17 +630,15 @@ def _fill(module: torch.nn.Module, leaf: str, dtype: torch.dtype, stored: Stored
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """FP8 [out, in] times its scale per 128 x 128, in fp32, as dtype; by rows of blocks, to save memory."""
+    from kernel import weight_dequant
     out = weight.new_empty(weight.shape, dtype=dtype)
-    for i, row in enumerate(scale.float()):
+    for i in range(scale.size(0)):
         rows = slice(i * BLOCK, (i + 1) * BLOCK)
-        out[rows] = weight[rows].float() * row.repeat_interleave(BLOCK)[:weight.size(1)]
+        out[rows] = weight_dequant(weight[rows], scale[i:i + 1])
     return out
 
 
 # ---- Conversion ------------------------------------------------------------------------------------------
-
-FP4_TABLE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
 
 def cast_e2m1fn_to_e4m3fn(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP4 int8 [out, in/2], a scale per row and 32 columns -> FP8 [out, in], a scale per 128 x 128; lossless.
@@ -649,13 +648,13 @@ def cast_e2m1fn_to_e4m3fn(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.T
     CheckpointError where anything would be lost.
     """
     import torch
+    from kernel import e2m1_pairs
     rows, cols = x.size(0), x.size(1) * 2
     assert x.dtype == torch.int8 and rows % BLOCK == 0 and cols % BLOCK == 0
     assert scale.shape == (rows, cols // FP4_BLOCK)
-    table = torch.tensor(FP4_TABLE, device=x.device)
-    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=-1)  # [256,2]: low, high nibble
     blocks = (rows // BLOCK, BLOCK, cols // BLOCK, BLOCK // FP4_BLOCK)
-    values = pairs[x.view(torch.uint8).int()].view(*blocks, FP4_BLOCK)          # [out/128,128,in/128,4,32]
+    values = e2m1_pairs(x.device)[x.view(torch.uint8).int()]                    # [out,in/2,2]
+    values = values.view(*blocks, FP4_BLOCK)                                    # [out/128,128,in/128,4,32]
     scale = scale.float().view(*blocks, 1)                                      # [out/128,128,in/128,4,1]
     block_scale = scale.amax(dim=(1, 3), keepdim=True) / 2**6                   # [out/128,1,in/128,1,1]
     shift = scale / block_scale
@@ -792,11 +791,11 @@ def main(hf_ckpt_path: str, save_path: str, n_experts: int, mp: int, expert_dtyp
     size = sum(layout_bytes(layout) for path, layout in zip(paths, layouts) if path not in kept)
     free = shutil.disk_usage(save_path).free
     if size > free:
-        raise CheckpointError(f"{save_path} has {free / 1e9:.1f} GB free and the conversion writes "
-                              f"{size / 1e9:.1f} GB: make room, or choose another disk")
+        raise CheckpointError(f"{save_path} has {readable(free)} free and the conversion writes "
+                              f"{readable(size)}: make room, or choose another disk")
     largest = max(stored_bytes(*entry) for layout in layouts for entry in layout.values())
-    print(f"{len(published)} tensors, {size / 1e9:.2f} GB to write into {mp - len(kept)} files; the largest "
-          f"tensor, about what this needs in memory, has {largest / 1e9:.2f} GB", file=sys.stderr)
+    print(f"{len(published)} tensors, {readable(size)} to write into {mp - len(kept)} files; the largest "
+          f"tensor, about what this needs in memory, has {readable(largest)}", file=sys.stderr)
     for path, part, layout in zip(paths, parts, layouts):
         if path in kept:
             print(f"kept {path}: it is whole (--verify compares its values)", file=sys.stderr)
@@ -948,6 +947,11 @@ def _bf16_bits(values: np.ndarray) -> np.ndarray:
 
 
 # ---- Command line ----------------------------------------------------------------------------------------
+
+def readable(size: int) -> str:
+    """Bytes for people: 159.6 GB, 3.7 MB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
 
 class Progress:
     """Progress of one piece of work on stderr: a bar on a terminal, one line at the end otherwise."""

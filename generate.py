@@ -16,7 +16,8 @@ Deliberate differences from the vendor's generate.py:
 - load_model reads the published checkpoint; sample also takes top_p; temperature 0 is argmax everywhere.
 - The prompt is prefilled in chunks (progress, Ctrl-C), and a chat computes only what is new to the model.
 - An answer streams, and one that the token limit cut is marked; the vendor ends it as if it were whole.
-- Defaults: 4096 new tokens (the vendor: 300), the temperature of generation_config.json (the vendor: 0.6).
+- Defaults: 4096 new tokens (the vendor: 300), a context of up to 16384 (4096), the temperature of
+  generation_config.json (0.6).
 """
 
 import argparse
@@ -38,9 +39,10 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import convert
+from convert import readable
 
 # torch and model are imported where they are used: wrong usage and missing files are found without that wait.
-# Its CPU threads must not spin long while they wait: beside another busy program that made decoding 40 times
+# torch's CPU threads must not spin long while they wait: beside another busy program that made decoding 40 times
 # slower. GNU's OpenMP reads this when torch is imported; others ignore it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -361,6 +363,7 @@ def encode_messages(messages: List[dict], thinking_mode: str, context: Optional[
     context = context or []
     if thinking_mode not in ("chat", "thinking"):
         raise ValueError(f"thinking_mode {thinking_mode!r} is neither chat nor thinking")
+    # names that other programs put into conversations
     reasoning_effort = {"medium": "high", "xhigh": "max"}.get(reasoning_effort, reasoning_effort)
     if reasoning_effort not in (None, *efforts):
         raise ValueError(f"reasoning_effort {reasoning_effort!r} is none of {', '.join(efforts)}")
@@ -1463,6 +1466,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     tool_exec = shlex.split(args.tool_exec) if args.tool_exec else None
     if tool_exec and not shutil.which(tool_exec[0]):
         raise ValueError(f"--tool-exec: there is no program {tool_exec[0]}")
+    if tool_exec and not (tools or args.messages):
+        raise ValueError("--tool-exec runs what the model calls: say with --tools what it may call")
     config = convert.read_config(args.ckpt_path, required=False)
     return Settings(
         max_new_tokens=args.max_new_tokens,
@@ -1487,7 +1492,7 @@ def one_shot_messages(args: argparse.Namespace) -> Optional[List[dict]]:
     if args.interactive or args.input_file or prompt is None and sys.stdin.isatty():
         return None
     if prompt in (None, "-"):
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.read().removesuffix("\n")        # with which programs end their output
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     return [{"role": "user", "content": prompt}]
@@ -1511,8 +1516,8 @@ def run(args: argparse.Namespace) -> int:
     screen, started = Screen(args.quiet or rank > 0), time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        rate = done / max(time.monotonic() - started, 1e-9)
-        screen.progress(f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB ({rate / 1e9:.1f} GB/s)")
+        rate = round(done / max(time.monotonic() - started, 1e-9))
+        screen.progress(f"loading {readable(done)} of {readable(total)} ({readable(rate)}/s)")
 
     import torch
     torch.manual_seed(args.seed)
@@ -1560,7 +1565,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        print(f"error: {describe(error)}", file=sys.stderr)
+        if int(os.getenv("RANK", "0")) == 0 or not isinstance(error, ValueError):     # those all ranks have
+            print(f"error: {describe(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
 
 

@@ -4,13 +4,14 @@ results. For each function x four things stand together: its formula (the docstr
 x_kernel, the wrapper x, and x_ref, the same in plain torch, in fp32, on any device.
 
 It is a drop-in: the vendor's unchanged model.py runs over this file. Deliberate differences from the vendor:
-- act_quant takes any float dtype (the vendor: bf16 only); in place it returns that dtype.
+- Activations may be of any float dtype (the vendor: bf16 only), and need not be contiguous.
 - act_quant(inplace=True) rounds through FP8, as Pro does; the first Flash release: through bf16 only.
-- A GEMM takes activation and weight scales of different dtypes: each is read in the dtype it has.
+- A GEMM reads each scale in the dtype it has, whatever scale_dtype says; the two may differ.
 - sparse_attn rounds the softmax weights to q's dtype before P.V: bf16 as in the vendor; fp32 stays exact.
   x_ref rounds exp(s - final max); the vendor and the Triton kernel exp(s - running max), in blocks of keys.
 - sparse_attn gives 0 for a query whose indices are all -1, where the vendor's running maximum gives NaN.
-- A NaN makes its whole quantisation block NaN, so that it cannot vanish in a maximum.
+- A NaN makes its whole quantisation block NaN, so that it cannot vanish in a maximum; beside an infinity the
+  rest of its block becomes 0, where the vendor's scale is infinite and the block NaN.
 - hadamard_transform stands here; the vendor imports fast_hadamard_transform.
 - weight_dequant is added: the stored weight as plain numbers.
 - index_score and routed_experts are added: the vendor's Indexer uses einsum, its MoE one launch per expert.
@@ -296,7 +297,7 @@ def fp4_act_quant_kernel(x_ptr, y_ptr, s_ptr, BLOCKS, row_blocks, x_stride, BLOC
 
 
 def fp4_act_quant(x: torch.Tensor, block_size: int = 32, inplace: bool = False):
-    """FP4 rounding in blocks of the last dim: s = 2^ceil(log2(amax|x| / 6)), y = e2m1(clamp(x / s)).
+    """FP4 rounding in blocks of the last dim: s = 2^ceil(log2(max(amax|x| / 6, 2^-126))), y = e2m1(x / s).
 
     Returns packed y [..., n/2], low nibble first, and s e8m0 [..., n/block]; inplace: writes y * s back into
     x, in x's dtype, and returns x."""
@@ -358,19 +359,20 @@ def weight_dequant(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return weight.float().mul_(scale)
 
 
-def _scaled_gemm(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor, rows: int):
-    """(a * a_s) @ (b * b_s)^T, the weight dequantised tile by tile; `rows` rows of b share a row of b_s.
+def _scaled_gemm(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor, rows_per_scale: int):
+    """(a * a_s) @ (b * b_s)^T, the weight dequantised in tiles; rows_per_scale rows of b share a row of b_s.
 
-    Scales multiply the operands and not each block's sum: powers of two commute with rounding, so the
-    products are those of the vendor's kernel, and only the order of their fp32 sum differs."""
+    Scales multiply the operands and not each block's sum. Powers of two commute with rounding, so the
+    products are those of the vendor's kernel; F32 scales round once more, to 2^-24."""
     k, n = a.size(-1), b.size(0)
     blocks = a.float().unflatten(-1, (a_s.size(-1), -1))                # [..., k/block, block]
     a = (blocks * a_s.float().unsqueeze(-1)).flatten(-2)                # [..., k]
     c = a.new_empty(*a.shape[:-1], n, dtype=torch.get_default_dtype())
     step = max(WEIGHT_TILE // k // WEIGHT_BLOCK, 1) * WEIGHT_BLOCK
     for i in range(0, n, step):
-        w = weight_dequant(b[i:i + step], b_s[i // rows:-(-min(i + step, n) // rows)])
-        c[..., i:i + step] = F.linear(a, w)
+        end = min(i + step, n)
+        w = weight_dequant(b[i:end], b_s[i // rows_per_scale:-(-end // rows_per_scale)])
+        c[..., i:end] = F.linear(a, w)
     return c
 
 
@@ -518,7 +520,7 @@ def fp4_gemm(
     assert b_s.dtype == torch.float8_e8m0fnu, f"scales of e2m1 are e8m0, not {b_s.dtype}"
     form = fp4_format(a.numel() // a.size(-1), a_s)
     b = b.view(torch.uint8) if form == "bytes" else b.view(torch.uint8).view(torch.int32)
-    large = (64, 128, 8, 3) if form == "words" else (64, 64, 8, 3)      # "bytes" takes more registers
+    large = (64, 128, 8, 3) if form == "words" else (32, 128, 8, 3)     # "bytes" takes more registers
     return launch_gemm(fp4_gemm_kernel, a, a_s, b, b_s, b.size(0), (16, 32, 4, 4), large, FORMAT=form)
 
 

@@ -1,14 +1,15 @@
 """DeepSeek-V4: the MoE / MLA / DSA stack, to be read beside the vendor's inference/model.py (Pro release).
 
 Classes, their order, and the names of parameters and arguments are the vendor's, so the tensor names of a
-published checkpoint are our parameter names. Shapes are in the vendor's notation: b batch, s tokens, h heads,
-d features, hc residual streams, r compressed rows. Where the vendor's releases differ we follow Pro:
+published checkpoint are our parameter names. In shapes b is batch, s tokens, h heads, d features, hc residual
+streams, r compressed rows, g groups of heads. Where the vendor's releases differ we follow Pro:
 - the shared expert clamps with swiglu_limit (the first Flash release: no limit there);
 - act_quant(inplace=True) rounds through FP8 (the first Flash release: through bf16 only).
 
 Deliberate differences from the vendor:
 - ModelArgs has no default for anything that a checkpoint's config says; from_config reads both its forms.
-- Dtypes come from the checkpoint's tensors, so there are no arguments dtype, expert_dtype, scale_dtype.
+- Dtypes come from the checkpoint's tensors, so there are no arguments dtype, expert_dtype, scale_dtype. The
+  vendor's globals for them, and set_dtype, are Mode and run_mode here, so that models do not share them.
 - forward takes any number of tokens at any start_pos. The vendor: a whole prompt at 0, else one token.
 - The window's ring buffer has room for a chunk, so that whole prompt, chunk and single token take one way
   through Attention: write the rows, then attend. Long inputs are cut into chunks of max_chunk tokens.
@@ -17,10 +18,16 @@ Deliberate differences from the vendor:
 - The indexer scores tiles of queries; the vendor holds [b, s, heads, rows] at once.
 - On a GPU all routed experts of a layer run together (kernel.routed_experts); the loop is their reference.
 - A pass must continue where the last one ended; snapshot and restore go back to an earlier end.
-- Activations are bf16, or fp32 for exact comparison, and each of the four ROUND_TRIPS can be switched off.
+- Activations are bf16, or fp32 for exact comparison, and each of the four ROUND_TRIPS can be switched off
+  (without "act" a quantised weight is dequantised and multiplied as it is).
+- Caches and states are allocated by reset_caches, after loading; the vendor's are buffers made in __init__.
+- gate.weight is held in fp32 (the vendor: bf16, converted at each use), tid2eid in int64; only the last
+  position goes through the head; no Linear can have a bias.
+- precompute_freqs_cis, get_window_topk_idxs and get_compress_topk_idxs take a device, the second a ring size.
 - Scales are an argument of linear(): deepcopy and load_state_dict(assign=True) lose a weight.scale attribute.
 - Rotary tables grow with use; the vendor computes max_seq_len positions at the start.
-- Token ids outside the vocabulary are an error; hash layers and split embeddings would take them silently.
+- Token ids outside the vocabulary are an error where they come on the CPU; split embeddings and hash layers
+  would take them silently.
 - fp32 sums over streams, experts and shards may run in another order than the vendor's.
 """
 
@@ -46,7 +53,7 @@ rank = 0
 block_size = 128
 fp4_block_size = 32
 
-# The roundings that the trained model expects. Each can be off: exact arithmetic, to compare with.
+# What the trained model expects. Each can be switched off; without them arithmetic is exact, to compare with.
 ROUND_TRIPS = (
     "kv",          # FP8 rounding of the non-rope dims of window rows and compressed rows
     "index",       # FP4 rounding of the indexer's queries and compressed keys
@@ -102,7 +109,7 @@ YARN_KEYS = {"original_max_position_embeddings": "original_seq_len", "factor": "
 FIXED_KEYS = {"model_type": "deepseek_v4", "attention_bias": False, "hidden_act": "silu",
               "norm_topk_prob": True, "num_key_value_heads": 1, "tie_word_embeddings": False,
               "topk_method": "noaux_tc"}
-# keys that don't change what a forward pass computes (stored dtypes are read off the tensors)
+# keys that don't change what a forward pass computes (dtypes of weights are read off the tensors)
 IDLE_KEYS = {"architectures", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
              "use_cache", "initializer_range", "max_position_embeddings", "torch_dtype", "dtype",
              "transformers_version", "expert_dtype", "scale_dtype", "_name_or_path"}
@@ -172,11 +179,16 @@ class ModelArgs:
             missing = [n if "dim" in config else names[n] for n in missing]
             raise ValueError(f"config: {', '.join(missing)} missing; nothing is assumed, take the value from "
                              "the checkpoint's own config.json")
-        args = cls(**values)
-        args.compress_ratios = tuple(args.compress_ratios)
+        unknown = set(runtime) - {*RUNTIME_KEYS, "n_mtp_layers"}
+        if unknown:
+            raise TypeError(f"from_config sets {RUNTIME_KEYS} and n_mtp_layers, not {', '.join(unknown)}")
+        if not isinstance(values["compress_ratios"], (list, tuple)):
+            raise ValueError(f"config: compress_ratios is {values['compress_ratios']!r}, expected a list")
+        n_mtp_layers = runtime.pop("n_mtp_layers", None)
+        args = cls(**values | {"compress_ratios": tuple(values["compress_ratios"])} | runtime)
         args.check(dspark=any(key.startswith("dspark_") for key in config))
-        for name, value in runtime.items():
-            setattr(args, name, value)
+        if n_mtp_layers is not None:
+            args.n_mtp_layers = min(n_mtp_layers, args.n_mtp_layers)
         return args
 
     def check(self, dspark: bool = False):
@@ -186,31 +198,45 @@ class ModelArgs:
             kind = {int: int, float: (int, float), str: str}.get(f.type)
             if kind is None:
                 continue
-            if not isinstance(value, kind) or isinstance(value, bool) or kind is not str and value < 0:
-                raise ValueError(f"config: {f.name} is {value!r}, expected a {f.type.__name__} of 0 or more")
+            least = 1 if f.type is int and f.name not in MAY_BE_0 else 0
+            wrong = not isinstance(value, kind) or isinstance(value, bool)
+            if wrong or (kind is not str and not least <= value < math.inf):
+                of = "" if kind is str else f" of {least} or more"
+                raise ValueError(f"config: {f.name} is {value!r}, expected a {f.type.__name__}{of}")
+        if not all(type(ratio) is int and ratio >= 0 for ratio in self.compress_ratios):
+            raise ValueError(f"config: compress_ratios {self.compress_ratios} are not all whole numbers")
         expected = self.n_layers + (DSPARK_STAGES if dspark else self.n_mtp_layers)
         if len(self.compress_ratios) != expected:
             raise ValueError(f"config: compress_ratios has {len(self.compress_ratios)} entries, expected "
                              f"{expected}: {self.n_layers} layers and {expected - self.n_layers} more")
-        if self.score_func not in ("softmax", "sigmoid", "sqrtsoftplus"):
-            raise ValueError(f"config: score_func {self.score_func!r}, known: softmax, sigmoid, sqrtsoftplus")
+        if self.score_func not in SCORE_FUNCS:
+            raise ValueError(f"config: score_func {self.score_func!r}, known: {', '.join(SCORE_FUNCS)}")
         if self.scale_fmt not in ("ue8m0", None):
             raise ValueError(f"config: scale_fmt {self.scale_fmt!r} is neither ue8m0 nor null")
         if self.n_shared_experts != 1:
             raise ValueError(f"config: n_shared_experts is {self.n_shared_experts}, the architecture has 1")
         if self.n_heads % self.o_groups:
             raise ValueError(f"config: n_heads {self.n_heads} is no multiple of o_groups {self.o_groups}")
+        if self.n_activated_experts > self.n_routed_experts:
+            raise ValueError(f"config: {self.n_activated_experts} active experts of {self.n_routed_experts}")
+        if self.rope_head_dim % 2 or self.rope_head_dim > min(self.head_dim, self.index_head_dim):
+            raise ValueError(f"config: rope_head_dim {self.rope_head_dim} is odd, or more than a head has")
         if dspark:      # the draft stages are no MTP blocks
             self.n_mtp_layers = 0
 
 
 RUNTIME_KEYS = ("max_batch_size", "max_seq_len", "max_chunk")
+MAY_BE_0 = ("n_hash_layers", "n_mtp_layers", "original_seq_len")
+SCORE_FUNCS = {"softmax": lambda x: x.softmax(dim=-1), "sigmoid": torch.sigmoid,
+               "sqrtsoftplus": lambda x: F.softplus(x).sqrt()}
 
 
 def _read_vendor_config(config: dict) -> dict:
     """The vendor's inference/config.json -> ModelArgs fields."""
     known = {f.name for f in fields(ModelArgs)}
     _refuse_unknown(set(config) - known - IDLE_KEYS)
+    if config.get("scale_fmt", "ue8m0") is None and config.get("scale_dtype") != "fp32":
+        raise ValueError("config: scale_fmt null goes with scale_dtype fp32; other scales are powers of two")
     return VENDOR_UNSAID | {key: value for key, value in config.items() if key in known}
 
 
@@ -232,7 +258,7 @@ def _read_published_config(config: dict) -> dict:
     _refuse_unknown({f"rope_scaling.{key}" for key in set(yarn) - set(YARN_KEYS)})
     values |= {YARN_KEYS[key]: value for key, value in yarn.items()}
 
-    # A checkpoint without quantised weights still rounds KV, in the only scale format there is.
+    # A checkpoint without quantised weights still rounds KV, in the scale format of every published one.
     quant = config.get("quantization_config") or {"scale_fmt": "ue8m0"}
     expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                 "weight_block_size": [block_size, block_size]}
@@ -348,20 +374,19 @@ class RMSNorm(nn.Module):
 
 @lru_cache(8)
 def precompute_freqs_cis(dim, seqlen, original_seq_len, base, factor, beta_fast, beta_slow, device):
-    """Rotations e^(i p f), complex [seqlen, dim/2], of positions p for the frequencies f = base^(-2j/dim).
+    """Rotations e^(i p f), complex [seqlen, dim/2], of positions p for frequencies f_j = base^(-2j/dim).
 
     YaRN (original_seq_len > 0): a frequency that turns less than beta_slow times in the original context is
     divided by `factor`, one that turns more than beta_fast times is kept; between them a ramp over j blends
     the two. The magnitude stays 1: the vendor applies none of YaRN's attention scaling."""
-    j = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
-    freqs = 1.0 / base ** (j / dim)                                                 # [dim/2]
+    j = torch.arange(dim // 2, dtype=torch.float32, device=device)
+    freqs = 1.0 / base ** (2 * j / dim)                                             # [dim/2]
     if original_seq_len > 0:
         def index_of(turns):        # the j at which a frequency makes so many turns in the original context
             return dim * math.log(original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
         low = max(math.floor(index_of(beta_fast)), 0)
         high = min(math.ceil(index_of(beta_slow)), dim - 1)
-        ramp = (torch.arange(dim // 2, dtype=torch.float32, device=device) - low) / max(high - low, 0.001)
-        keep = 1 - ramp.clamp(0, 1)
+        keep = 1 - ((j - low) / max(high - low, 0.001)).clamp(0, 1)
         freqs = freqs / factor * (1 - keep) + freqs * keep
     positions = torch.arange(seqlen, dtype=torch.float32, device=device)
     angles = torch.outer(positions, freqs)                                          # [seqlen,dim/2]
@@ -622,7 +647,7 @@ class Attention(nn.Module):
         bsz, seqlen, _ = x.size()
         end_pos = start_pos + seqlen
         ratio, rd, ring = self.compress_ratio, self.rope_head_dim, self.ring_size
-        # the table grows by doubling, and all layers of a kind share it
+        # the table grows by doubling; all layers of a kind share it, since it is cached by its arguments
         table = self.precompute_freqs_cis(seqlen=max(1 << (end_pos - 1).bit_length(), 1024), device=x.device)
         freqs_cis = table[start_pos:end_pos]
         # q
@@ -682,13 +707,7 @@ class Gate(nn.Module):
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """x [n,dim], input_ids [n] -> weights fp32 and expert ids, both [n,topk]."""
-        scores = linear(x.float(), self.weight)                                     # [n,experts]
-        if self.score_func == "softmax":
-            scores = scores.softmax(dim=-1)
-        elif self.score_func == "sigmoid":
-            scores = scores.sigmoid()
-        else:
-            scores = F.softplus(scores).sqrt()
+        scores = SCORE_FUNCS[self.score_func](linear(x.float(), self.weight))       # [n,experts]
         if self.hash:
             indices = self.tid2eid[input_ids]
         else:
@@ -712,9 +731,8 @@ class Expert(nn.Module):
     def forward(self, x: torch.Tensor, weights: Optional[torch.Tensor] = None) -> torch.Tensor:
         gate = self.w1(x).float()                                                   # [n,inter_dim]
         up = self.w3(x).float()
-        if self.swiglu_limit > 0:
-            up = torch.clamp(up, min=-self.swiglu_limit, max=self.swiglu_limit)
-            gate = torch.clamp(gate, max=self.swiglu_limit)
+        limit = self.swiglu_limit or torch.inf
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         y = F.silu(gate) * up
         if weights is not None:
             y = weights * y
@@ -800,24 +818,18 @@ class Block(nn.Module):
 
     def hc_post(self, x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, comb: torch.Tensor):
         """The sublayer's output [b,s,d] and the streams before it [b,s,hc,d] -> the streams after it."""
-        # x joins the streams as one more, and post the matrix: one product in place of a product and a sum
+        # one product in place of a product and a sum: x is appended to the streams, post to comb's rows
         weights = torch.cat([comb, post.unsqueeze(2)], dim=2)                       # [b,s,hc+1,hc]
         streams = torch.cat([residual, x.unsqueeze(2)], dim=2).float()              # [b,s,hc+1,d]
         return torch.matmul(weights.transpose(-1, -2), streams).type_as(x)          # [b,s,hc,d]
 
     def forward(self, x: torch.Tensor, start_pos: int, input_ids: torch.Tensor) -> torch.Tensor:
-        residual = x                                                                # [b,s,hc,d]
-        x, post, comb = self.hc_pre(x, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
-        x = self.attn_norm(x)
-        x = self.attn(x, start_pos)
-        x = self.hc_post(x, residual, post, comb)
-
-        residual = x
-        x, post, comb = self.hc_pre(x, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
-        x = self.ffn_norm(x)
-        x = self.ffn(x, input_ids)
-        x = self.hc_post(x, residual, post, comb)
-        return x
+        y, post, comb = self.hc_pre(x, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
+        y = self.attn(self.attn_norm(y), start_pos)                                 # [b,s,d]
+        x = self.hc_post(y, x, post, comb)                                          # [b,s,hc,d]
+        y, post, comb = self.hc_pre(x, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
+        y = self.ffn(self.ffn_norm(y), input_ids)                                   # [b,s,d]
+        return self.hc_post(y, x, post, comb)                                       # [b,s,hc,d]
 
 
 def hc_mixes(x: torch.Tensor, hc_fn: torch.Tensor, eps: float) -> torch.Tensor:
@@ -862,7 +874,7 @@ class ParallelHead(nn.Module):
 class MTPBlock(Block):
     """Multi-token prediction: one more block, over the last layer's streams and the next token's embedding.
 
-    forward(streams of positions p, start_pos, ids of positions p + 1) -> logits of position p + 2."""
+    forward(streams at positions p, start_pos, ids at p + 1) -> logits of what follows the last id."""
 
     def __init__(self, layer_id: int, args: ModelArgs):
         super().__init__(layer_id, args)
@@ -875,8 +887,9 @@ class MTPBlock(Block):
         self.hc_head_fn = parameter(args.hc_mult, hc_dim, dtype=torch.float32)
         self.hc_head_base = parameter(args.hc_mult, dtype=torch.float32)
         self.hc_head_scale = parameter(1, dtype=torch.float32)
-        self.embed: ParallelEmbedding = None    # shared with the model, which also
-        self.head: ParallelHead = None          # says in which mode to run
+        # all three are the model's own
+        self.embed: ParallelEmbedding = None
+        self.head: ParallelHead = None
         self.mode: Mode = None
 
     @torch.inference_mode()

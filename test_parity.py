@@ -29,6 +29,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import io
 import itertools
 import json
 import math
@@ -656,7 +657,7 @@ SMALL = {
 QUANTISED = {"expert_dtype": "fp4", "quantization_config": {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
     "weight_block_size": [128, 128]}}
-# Attention at its real size, Flash's, with little around it.
+# Attention at Flash's size (but for the rank of its output), with little around it.
 REAL_ATTENTION = SMALL | {
     "hidden_size": 1024, "num_hidden_layers": 3, "num_hash_layers": 1, "num_attention_heads": 64,
     "head_dim": 512, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 128, "index_n_heads": 64,
@@ -906,14 +907,15 @@ def test_weight_dequant_every_code():
     codes = torch.arange(256, dtype=torch.uint8)
     e4m3 = codes.repeat(300, 2)[:, :300].contiguous()                   # [300,300]: blocks 128, 128, 44
     e4m3[(e4m3 & 127) == 127] = 0
-    scale = torch.randint(100, 140, (3, 3), dtype=torch.uint8)
+    rng = torch.Generator().manual_seed(0)
+    scale = torch.randint(100, 140, (3, 3), generator=rng, dtype=torch.uint8)
     expected, stored = decoded_fp8(e4m3, scale), e4m3.view(torch.float8_e4m3fn)
     scale = scale.view(torch.float8_e8m0fnu)
     assert np.array_equal(kernel.weight_dequant(stored, scale), expected)
     assert np.array_equal(kernel.weight_dequant(stored, scale.float()), expected), "F32 scales, as Base has"
 
     packed = torch.stack([codes, codes.flip(0)])                        # [2,256] bytes, 512 numbers
-    scale = torch.randint(100, 140, (2, 16), dtype=torch.uint8)
+    scale = torch.randint(100, 140, (2, 16), generator=rng, dtype=torch.uint8)
     ours = kernel.weight_dequant(packed.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e8m0fnu))
     assert np.array_equal(ours, decoded_fp4(packed, scale))
 
@@ -944,6 +946,10 @@ def test_gemms(monkeypatch, name, m, tile):
     with model.run_mode(model.Mode(torch.bfloat16, (), "ue8m0")):
         half = gemm(a, a_s, b, b_s, torch.float8_e8m0fnu)
     assert torch.equal(half, ours.bfloat16()), "torch's default dtype is the output's"
+    # F32 scales that are no powers of two, of the activation, and of an FP8 weight as in Base checkpoints
+    a_s = a_s.float() * 1.3
+    b_s, factor = (b_s.float() * 0.7, 1.3 * 0.7) if name == "fp8_gemm" else (b_s, 1.3)
+    assert relative_error(gemm(a, a_s, b, b_s), factor * expected) < 1e-6
 
 
 def brute_attention(q, kv, sink, idxs, scale, dtype):
@@ -1029,22 +1035,25 @@ def test_hadamard_transform():
 def test_yarn_table():
     """Oracle: known inverse frequencies of rope dim 64, theta 160000, factor 16, 65536, beta 32 and 1."""
     table = model.precompute_freqs_cis(64, 2, 65536, 160000, 16, 32, 1, torch.device("cpu"))
-    assert relative_error(table[1].angle()[[0, 8, 15, 16, 20, 24, 31]],
-                          [1, 5.000e-2, 3.636e-3, 2.266e-3, 2.970e-4, 1.953e-5, 5.681e-7]) < 2e-4
-    # relative to each: four digits are published
-    ours = table[1].angle()[[15, 20, 31]].double().numpy()
-    assert np.allclose(ours, [3.636e-3, 2.970e-4, 5.681e-7], rtol=2e-4)
+    ours = table[1].angle()[[0, 8, 15, 16, 20, 24, 31]].double().numpy()
+    known = [1, 5.000e-2, 3.636e-3, 2.266e-3, 2.970e-4, 1.953e-5, 5.681e-7]
+    assert np.allclose(ours, known, rtol=2e-4, atol=0)      # four digits are known
 
 
 # ==========================================================================================================
 # The whole model in fp32, round trips off
 # ==========================================================================================================
 
+@pytest.mark.parametrize("tile", [model.INDEX_TILE, 1])
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_prefill(kind):
+def test_prefill(monkeypatch, kind, tile):
+    """Also where the indexer scores one query at a time, as it does when rows are many."""
+    monkeypatch.setattr(model, "INDEX_TILE", tile)
+    monkeypatch.setattr(kernel, "INDEX_TILE", tile)
     engine, tokens, theirs = load(fixture(kind)), random_tokens(), reference_logits(kind)
     error = max(relative_error(engine(tokens[:, :n])[0], theirs[n - 1]) for n in LENGTHS)
-    proof(f"prefill of 1 to 600 tokens, {kind} weights", REFERENCE, "fp32", error, EXACT, SHARED_BLIND)
+    stage = f"prefill of 1 to 600 tokens, {kind} weights{'' if tile > 1 else ', the indexer in tiles of 1'}"
+    proof(stage, REFERENCE, "fp32", error, EXACT, SHARED_BLIND)
 
 
 def test_step_by_step():
@@ -1112,7 +1121,7 @@ def test_transformers():
     cache = theirs(tokens[:, :120], use_cache=True).past_key_values
     error = 0
     for p in range(120, 140):
-        step = theirs(tokens[:, p:p + 1], past_key_values=cache, use_cache=True).logits[0, -1]
+        step = theirs(tokens[:, p:p + 1], cache=cache, use_cache=True).logits[0, -1]
         error = max(error, relative_error(engine(tokens[:, p:p + 1], p)[0], step))
     proof("decode at 120 to 139", "transformers", "fp32", error, EXACT, "FP8 and FP4 rounding")
     quantised = transformers_model("fp8")(tokens[:, :300]).logits[0, -1]
@@ -1127,9 +1136,9 @@ def test_real_attention_shapes():
     ours = engine(tokens[:, :590])
     ours = torch.cat([ours] + [engine(tokens[:, p:p + 1], p) for p in range(590, N_TOKENS)])
     assert np.array_equal(ours.argmax(-1), theirs[589:].argmax(-1)), "same tokens"
-    # near-ties between rows at the end of the top-k may fall either way; each changes one row of 512
     error = relative_error(ours, theirs[589:])
-    proof("attention of Flash's shape, 600 tokens", REFERENCE, "fp32", error, 2e-3, SHARED_BLIND)
+    blind = "the choice of rows: top-k takes all 150"
+    proof("attention of Flash's shape, 600 tokens", REFERENCE, "fp32", error, EXACT, blind)
 
 
 # ==========================================================================================================
@@ -1420,6 +1429,11 @@ VENDOR_CONFIG = {    # the same model as SMALL, as the vendor's inference/config
     "rope_factor": 16, "beta_fast": 32, "beta_slow": 1, "index_n_heads": 16, "index_head_dim": 128,
     "index_topk": 32, "hc_mult": 4, "hc_sinkhorn_iters": 20, "dtype": "fp8", "scale_fmt": "ue8m0",
     "expert_dtype": "fp4", "compress_rope_theta": 160000, "compress_ratios": [0, 4, 128, 4, 128, 4, 0]}
+
+
+def test_the_chat_knows_the_round_trips():
+    """generate.py writes their names down once more, in order not to import torch for --help."""
+    assert generate.ROUND_TRIPS == model.ROUND_TRIPS
 
 
 def test_both_configs_say_the_same():
@@ -1801,8 +1815,9 @@ def test_the_trap_check_passes_without_a_trap():
 @pytest.mark.parametrize("name", TRAPS)
 def test_trap(name):
     """The parity checks above fail with the trap: their tolerance is 1e-5, its error at least twice that."""
-    errors = run_trap(name)
-    assert any(error > 2 * EXACT or math.isnan(error) for error in errors), f"not caught: {errors}"
+    prompt_30, prompt_300, decode = run_trap(name)
+    refused = math.isnan(decode) and name == "start_pos one off in decode"
+    assert refused or max(prompt_30, prompt_300, decode) > 2 * EXACT
 
 
 def print_traps():
@@ -1837,7 +1852,7 @@ FLASH = SMALL | {   # the shapes that the published Flash config.json gives
     "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "quantization_config": QUANTISED["quantization_config"]}
 FILES = FLASH | {   # small enough to be written many times
     "hidden_size": 256, "num_hidden_layers": 3, "vocab_size": 64, "num_attention_heads": 4, "head_dim": 128,
-    "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 128, "index_n_heads": 16, "index_head_dim": 32,
+    "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 128, "index_n_heads": 16, "index_head_dim": 64,
     "num_hash_layers": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     "compress_ratios": [0, 4, 128, 0], "index_topk": 8}
 BASE = FILES | {"expert_dtype": "fp8"}
@@ -2065,7 +2080,7 @@ def test_shared_modules_of_mtp(folder):
 @pytest.mark.parametrize("name", [
     "hc_head_fn", "hc_head_base", "hc_head_scale", "norm.weight", "layers.0.hc_attn_fn",
     "layers.1.ffn.experts.0.w2.weight", "layers.0.ffn.gate.tid2eid"])
-def test_missing(tmp_path, name):       # D01
+def test_missing(tmp_path, name):
     tensors = random_tensors(FILES)
     del tensors[name]
     message = refused(write_folder(tmp_path / "p", FILES, tensors))
@@ -2080,7 +2095,7 @@ def test_many_missing_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("expert", [0, 1, 3])
-def test_quantised_without_scale(tmp_path, expert):     # D03
+def test_quantised_without_scale(tmp_path, expert):
     tensors = random_tensors(FILES)
     del tensors[f"layers.2.ffn.experts.{expert}.w3.scale"]
     message = refused(write_folder(tmp_path / "p", FILES, tensors))
@@ -2287,7 +2302,7 @@ def test_file_larger_than_memory_maps(tmp_path):
 # ---- ranks
 
 @pytest.mark.parametrize("config", [FLASH, FILES], ids=["flash", "small"])
-def test_world_sizes(config):     # D07
+def test_world_sizes(config):
     fits = [1, 2, 4, 8] if config is FLASH else [1, 2]
     for mp in range(1, 33):
         if mp in fits:
@@ -2344,7 +2359,7 @@ def test_convert_verify_load(tmp_path, monkeypatch, capsys, config, expert_dtype
         monkeypatch.undo()
 
 
-def test_converted_for_another_world_size(tmp_path, folder, monkeypatch):     # D15
+def test_converted_for_another_world_size(tmp_path, folder, monkeypatch):
     assert convert_to(folder, tmp_path / "out", 2) == 0
     message = refused(tmp_path / "out")
     assert "was converted for 2, started with 1" in message and "--nproc-per-node 2" in message
@@ -2385,7 +2400,7 @@ def test_converted_file_is_as_the_library_writes_it(tmp_path, folder):
     assert path.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
 
 
-def test_nibble_order():      # D05
+def test_nibble_order():
     for data, byte, values in ("21", 127, [.5, 1.]), ("f8", 128, [0., -12.]), ("07", 120, [.046875, 0.]):
         packed = torch.tensor([int(data, 16)], dtype=torch.uint8).view(torch.int8).repeat(128, 64)
         scale = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e8m0fnu).repeat(128, 4)
@@ -2534,12 +2549,12 @@ def test_command_line(tmp_path, folder):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("expert_dtype", [None, "fp8"])
 def test_conversion_streams(tmp_path, expert_dtype):
-    """Peak memory above that of importing torch, for a checkpoint of .3 GB with tensors of up to 34 MB."""
+    """Peak memory above that of the imports, for a checkpoint of .3 GB with tensors of up to 34 MB."""
     experts = 8 if expert_dtype else 32     # the cast and its verification take their time
     config = FILES | {"hidden_size": 1024, "moe_intermediate_size": 1024, "n_routed_experts": experts,
                       "vocab_size": 16384}
     folder, size = sparse_folder(tmp_path / "big", config)
-    code = ("import re, sys, torch, numpy, convert\n"
+    code = ("import re, sys, torch, numpy, convert, kernel\n"
             "peak = lambda: int(re.search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])\n"
             "before = peak()\n"
             "folder, out, *extra = sys.argv[1:]\n"
@@ -2550,7 +2565,7 @@ def test_conversion_streams(tmp_path, expert_dtype):
                   *(["--expert-dtype", expert_dtype] if expert_dtype else []))
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split()[-1]) / 1e3
-    print(f"converted and verified {size / 1e9:.2f} GB, peak {peak:.0f} MB above import torch")
+    print(f"converted and verified {size / 1e9:.2f} GB, peak {peak:.0f} MB above the imports")
     assert peak < 150 and size > (.1e9 if expert_dtype else .25e9)
 
 
@@ -2917,63 +2932,63 @@ def chat_tools_text(*schemas):
 CHAT_NOW = '{"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}'
 CHAT_Q = CHAT_BOS + CHAT_USER + "q" + CHAT_ASSISTANT + "</think>\n\n"
 CHAT_ENCODE_CASES = {       # name: (messages, thinking_mode, prompt)
-    "A46 arguments as an object": (
+    "arguments as an object": (
         chat_history(("a", "get_time", {"city": "Oslo"}), results=[("a", "9:00")]), "chat",
         CHAT_Q + chat_block(("get_time", {"city": "Oslo"})) + CHAT_EOS + CHAT_USER
         + "<tool_result>9:00</tool_result>" + CHAT_ASSISTANT + "</think>"),
-    "A48 no arguments": (
+    "no arguments": (
         chat_history(("a", "now", "{}"), results=[("a", "9:00")]), "chat",
         CHAT_Q + chat_block(("now", {})) + CHAT_EOS + CHAT_USER
         + "<tool_result>9:00</tool_result>" + CHAT_ASSISTANT + "</think>"),
-    "A50 types and unicode": (
+    "types and unicode": (
         chat_history(("a", "f", r'{"t": "h\u00e9\u00e9 \ud83e\udd86 \"q\"\n", "l": ["\u00fc", {"k": null}], '
                       r'"b": true, "n": -0.5, "s": "5", "e": ""}')), "chat",
         CHAT_Q + chat_block(("f", {"t": 'héé 🦆 "q"\n', "l": ["ü", {"k": None}], "b": True, "n": -0.5,
                                    "s": "5", "e": ""})).replace(r"\u00fc", "ü") + CHAT_EOS),
-    "A51 results in the other order": (
+    "results in the other order": (
         chat_history(("a", "f", "{}"), ("b", "g", "{}"), results=[("b", "RB"), ("a", "RA")]), "chat",
         CHAT_Q + chat_block(("f", {}), ("g", {})) + CHAT_EOS + CHAT_USER + "<tool_result>RA</tool_result>\n\n"
         "<tool_result>RB</tool_result>" + CHAT_ASSISTANT + "</think>"),
-    "A54 a result before any call": (
+    "a result before any call": (
         [{"role": "tool", "tool_call_id": "z", "content": "r"}, {"role": "user", "content": "hi"}], "chat",
         CHAT_BOS + CHAT_USER + "<tool_result>r</tool_result>\n\nhi" + CHAT_ASSISTANT + "</think>"),
-    "A56 null content": (
+    "null content": (
         chat_history(("a", "f", "{}"), results=[("a", None)]) + [{"role": "user", "content": None}], "chat",
         CHAT_Q + chat_block(("f", {})) + CHAT_EOS + CHAT_USER + "<tool_result></tool_result>\n\n"
         + CHAT_ASSISTANT + "</think>"),
-    "A58 tools on a system message without content": (
+    "tools on a system message without content": (
         [{"role": "system", "tools": [chat_tool("now")]}, {"role": "user", "content": "q"}], "chat",
         CHAT_BOS + "\n\n" + chat_tools_text(CHAT_NOW) + CHAT_USER + "q" + CHAT_ASSISTANT + "</think>"),
-    "A62 tools switched off": (
+    "tools switched off": (
         [{"role": "system", "content": "S", "tools": []}, {"role": "user", "content": "q"}], "chat",
         CHAT_BOS + "S" + CHAT_USER + "q" + CHAT_ASSISTANT + "</think>"),
-    "A63 the spelling of numbers": (
+    "the spelling of numbers": (
         chat_history(("a", "f", r'{"n": 3.5e-2, "l": [1,2], "z": 1.0, "u": "\u00e9"}')), "chat",
         CHAT_Q + chat_block(("f", {"n": 0.035, "l": [1, 2], "z": 1.0, "u": "é"})) + CHAT_EOS),
-    "B01 earlier reasoning is dropped": (
+    "earlier reasoning is dropped": (
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "r1"},
          {"role": "user", "content": "c"}], "thinking",
         CHAT_BOS + f"<｜User｜>a<｜Assistant｜></think>b{CHAT_EOS}<｜User｜>c<｜Assistant｜><think>"),
-    "B03 with tools reasoning stays": (
+    "with tools reasoning stays": (
         [{"role": "system", "content": "S", "tools": [chat_tool("now")]}, {"role": "user", "content": "a"},
          {"role": "assistant", "content": "b", "reasoning_content": "r1"}, {"role": "user", "content": "c"},
          {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}], "thinking",
         CHAT_BOS + "S\n\n" + chat_tools_text(CHAT_NOW) + f"<｜User｜>a<｜Assistant｜><think>r1</think>b{CHAT_EOS}"
         f"<｜User｜>c<｜Assistant｜><think></think>d{CHAT_EOS}<｜User｜>e<｜Assistant｜><think>"),
-    "B16 latest_reminder": (
+    "latest_reminder": (
         [{"role": "system", "content": "S"}, {"role": "latest_reminder", "content": "2026-01-02"},
          {"role": "user", "content": "a"}], "chat",
         f"{CHAT_BOS}S<｜latest_reminder｜>2026-01-02<｜User｜>a<｜Assistant｜></think>"),
-    "B18 response_format": (
+    "response_format": (
         [{"role": "system", "content": "S", "response_format": {"type": "object", "properties": {
             "a": {"type": "string"}}}}, {"role": "user", "content": "q"}], "chat",
         CHAT_BOS + "S\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
         '{"type": "object", "properties": {"a": {"type": "string"}}}<｜User｜>q<｜Assistant｜></think>'),
-    "B22 two assistant turns in a row": (
+    "two assistant turns in a row": (
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
          {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}], "chat",
         f"{CHAT_BOS}<｜User｜>a<｜Assistant｜></think>b{CHAT_EOS}c{CHAT_EOS}<｜User｜>d<｜Assistant｜></think>"),
-    "B25 braces": (
+    "braces": (
         [{"role": "system", "content": "use {x} and {{y}} and {0}"},
          {"role": "user", "content": "{z} %s"}], "chat",
         f"{CHAT_BOS}use {{x}} and {{{{y}}}} and {{0}}<｜User｜>{{z}} %s<｜Assistant｜></think>"),
@@ -2993,13 +3008,13 @@ CHAT_ENCODE_CASES = {       # name: (messages, thinking_mode, prompt)
 
 @pytest.mark.parametrize("case", CHAT_ENCODE_CASES)
 def test_chat_encode(case):
-    """Oracle: open cases, whose prompts come from the vendor's encoder where it does not fail."""
+    """Oracle: prompts from public bug reports, made by the vendor's encoder where it does not fail."""
     messages, thinking_mode, prompt = CHAT_ENCODE_CASES[case]
     assert encode_messages(messages, thinking_mode) == prompt
 
 
 def test_chat_encode_refuses():
-    """B06, B08, B12, B15 and their kind: one sentence that names the message; no prompt without a cue."""
+    """One sentence that names the message; no prompt without a cue."""
     user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "be brief"}
     for messages, says in [
             ([], "no message"),
@@ -3026,7 +3041,7 @@ def test_chat_encode_refuses():
 
 
 def test_chat_reasoning_effort():
-    """B10, B12: the text stands once, after BOS, in thinking mode only. Oracle: the texts' sha256."""
+    """The text stands once, after BOS, in thinking mode only. Oracle: the texts' sha256."""
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}]
     plain = encode_messages(messages, "thinking").removeprefix(CHAT_BOS)
     absolute = "f7a24f3b3050d4a83781e9b755b316aae2ec1d9dc87562541d90bcb04d7350f7"
@@ -3045,7 +3060,7 @@ def test_chat_reasoning_effort():
 
 
 def test_chat_typed_control_tokens_are_text():
-    """B20 and its kind: what people and tools write gives no control token, wherever it stands."""
+    """What people and tools write gives no control token, wherever it stands."""
     tokenizer = chat_tokenizer()
     control = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     ids = {token: tokenizer.token_to_id(token) for token in control}
@@ -3107,39 +3122,39 @@ CHAT_ODD_VALUES = {
     "c": "<｜DSML｜tool_calls></｜DSML｜tool_calls></｜DSML｜invoke>"}
 CHAT_TYPES = {"a": "5", "b": 5, "c": "true", "d": False, "e": [1, "two", {"k": None}], "g": ""}
 CHAT_PARSE_CASES = {        # name: (answer, thinking_mode, content, reasoning, calls)
-    "A01": ("Looking.\n\n" + chat_block(("get_time", {"city": "Oslo"})), "chat", "Looking.", "",
+    "text, then a call": ("Looking.\n\n" + chat_block(("get_time", {"city": "Oslo"})), "chat", "Looking.", "",
             [("get_time", {"city": "Oslo"})]),
-    "A03": ("I need the clock.\n\n" + CHAT_F, "thinking", "", "I need the clock.", [("f", {"a": "1"})]),
-    "A03 no blank line": ("I need it." + CHAT_F + "\n", "thinking", "", "I need it.", [("f", {"a": "1"})]),
-    "A06": ("Ok." + CHAT_F, "chat", "Ok.", "", [("f", {"a": "1"})]),
-    "A06 one newline": ("Ok.\n" + CHAT_F, "chat", "Ok.", "", [("f", {"a": "1"})]),
-    "A09": ("Ok.\n\n\n" + CHAT_F, "chat", "Ok.\n", "", [("f", {"a": "1"})]),
-    "A12": ("\n\n" + chat_block(("now", {})), "chat", "", "", [("now", {})]),
-    "A12 no blank line": (chat_block(("now", {})).replace("\n\n", "\n"), "chat", "", "", [("now", {})]),
-    "A14": ("\n\n" + chat_block(("w", CHAT_ODD_VALUES)), "chat", "", "", [("w", CHAT_ODD_VALUES)]),
-    "A20": ("\n\n" + chat_block(("f", CHAT_TYPES)), "chat", "", "", [("f", CHAT_TYPES)]),
-    "A21": (chat_around(chat_parameter("a", "True", "false")), "chat", "", "", [("f", {"a": True})]),
-    "A21 nested": (chat_around(chat_parameter("a", "{'k': [None, (1, 'x')]}", "false")), "chat", "", "",
+    "no </think> before the block": ("I need the clock.\n\n" + CHAT_F, "thinking", "", "I need the clock.", [("f", {"a": "1"})]),
+    "neither </think> nor blank line": ("I need it." + CHAT_F + "\n", "thinking", "", "I need it.", [("f", {"a": "1"})]),
+    "no blank line before the block": ("Ok." + CHAT_F, "chat", "Ok.", "", [("f", {"a": "1"})]),
+    "one newline before the block": ("Ok.\n" + CHAT_F, "chat", "Ok.", "", [("f", {"a": "1"})]),
+    "three newlines before the block": ("Ok.\n\n\n" + CHAT_F, "chat", "Ok.\n", "", [("f", {"a": "1"})]),
+    "no arguments": ("\n\n" + chat_block(("now", {})), "chat", "", "", [("now", {})]),
+    "no arguments, no blank line": (chat_block(("now", {})).replace("\n\n", "\n"), "chat", "", "", [("now", {})]),
+    "odd characters in a value": ("\n\n" + chat_block(("w", CHAT_ODD_VALUES)), "chat", "", "", [("w", CHAT_ODD_VALUES)]),
+    "types of values": ("\n\n" + chat_block(("f", CHAT_TYPES)), "chat", "", "", [("f", CHAT_TYPES)]),
+    "a Python literal": (chat_around(chat_parameter("a", "True", "false")), "chat", "", "", [("f", {"a": True})]),
+    "a nested Python literal": (chat_around(chat_parameter("a", "{'k': [None, (1, 'x')]}", "false")), "chat", "", "",
                    [("f", {"a": {"k": [None, [1, "x"]]}})]),
-    "A28": (f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{chat_parameter("a", "1")}\n'
+    "a call not closed": (f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{chat_parameter("a", "1")}\n'
             f"</｜DSML｜tool_calls>", "chat", "", "", [("f", {"a": "1"})]),
-    "A28 before another": (
+    "a call not closed before another": (
         f'<｜DSML｜tool_calls><｜DSML｜invoke name="f">{chat_parameter("a", "1")}<｜DSML｜invoke name="g">'
         f"</｜DSML｜invoke></｜DSML｜tool_calls>", "chat", "", "", [("f", {"a": "1"}), ("g", {})]),
-    "A31": (f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke  name="f" >\n<｜DSML｜parameter string="true"  name="a" '
+    "spaces, order of attributes": (f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke  name="f" >\n<｜DSML｜parameter string="true"  name="a" '
             f'>1</｜DSML｜parameter>{chat_parameter("b", 2, "false")}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
             "chat", "", "", [("f", {"a": "1", "b": 2})]),
-    "A31 more spaces, single quotes": (
+    "more spaces, single quotes": (
         "< ｜DSML｜ tool_calls >< ｜DSML｜invoke name = 'f'><｜DSML｜parameter name='a' string='True'> 1 "
         "</ ｜DSML｜ parameter ></｜DSML｜invoke ></｜DSML｜tool_calls>", "chat", "", "", [("f", {"a": " 1 "})]),
-    "A41": ("The marker is ｜DSML｜ and </think> ends reasoning.", "chat",
+    "an answer about the tokens": ("The marker is ｜DSML｜ and </think> ends reasoning.", "chat",
             "The marker is ｜DSML｜ and </think> ends reasoning.", "", []),
-    "A41 quoted": ("Write `<｜DSML｜tool_calls>`.", "chat", "Write `<｜DSML｜tool_calls>`.", "", []),
-    "A45": (chat_around(chat_parameter("arguments", '{"city": "Oslo"}', "false")), "chat", "", "",
+    "a quoted tag": ("Write `<｜DSML｜tool_calls>`.", "chat", "Write `<｜DSML｜tool_calls>`.", "", []),
+    "a parameter called arguments": (chat_around(chat_parameter("arguments", '{"city": "Oslo"}', "false")), "chat", "", "",
             [("f", {"arguments": {"city": "Oslo"}})]),
-    "A69": (f"Example:\n```xml\n\n{CHAT_F}\n```\nThat is the format.", "chat",
+    "a block in a code fence": (f"Example:\n```xml\n\n{CHAT_F}\n```\nThat is the format.", "chat",
             f"Example:\n```xml\n\n{CHAT_F}\n```\nThat is the format.", "", []),
-    "A69 then a call": (f"Example:\n~~~\n{CHAT_F}\n~~~\nNow:\n\n{CHAT_F}", "chat",
+    "a fence, then a call": (f"Example:\n~~~\n{CHAT_F}\n~~~\nNow:\n\n{CHAT_F}", "chat",
                         f"Example:\n~~~\n{CHAT_F}\n~~~\nNow:", "", [("f", {"a": "1"})]),
     "quoted in the reasoning": (f"{CHAT_F}? No.</think>Hi", "thinking", "Hi", f"{CHAT_F}? No.", []),
     "drafted in the reasoning": (
@@ -3151,29 +3166,29 @@ CHAT_PARSE_CASES = {        # name: (answer, thinking_mode, content, reasoning, 
 
 @pytest.mark.parametrize("case", CHAT_PARSE_CASES)
 def test_chat_parse(case):
-    """Oracle: open cases. With and without the end token; nothing here is an error."""
+    """Oracle: answers from public bug reports. With and without the end token; nothing here is an error."""
     text, thinking_mode, content, reasoning, calls = CHAT_PARSE_CASES[case]
     for end in (CHAT_EOS, ""):
         assert chat_parse(text + end, thinking_mode) == (content, reasoning, calls, None)
 
 
 CHAT_BROKEN_CASES = {       # name: (answer, what the error says)
-    "A10": (f"\n\n{CHAT_F}\nDone.", "text follows the tool calls"),
-    "A10 unfenced example": (f"So:\n\n{CHAT_F}\nis the format.", "text follows the tool calls"),
-    "A17": (chat_around(chat_parameter("text", "the tag </｜DSML｜parameter> ends a value")), "'ends a value"),
-    "A25": (chat_around(chat_parameter("a", "1") + chat_parameter("a", "2")), "duplicate parameter 'a'"),
-    "A26": (chat_around('<｜DSML｜parameter name="a" string="true">1\n' + chat_parameter("b", "2")),
+    "words after the block": (f"\n\n{CHAT_F}\nDone.", "text follows the tool calls"),
+    "an unfenced example": (f"So:\n\n{CHAT_F}\nis the format.", "text follows the tool calls"),
+    "a closing tag in a value": (chat_around(chat_parameter("text", "the tag </｜DSML｜parameter> ends a value")), "'ends a value"),
+    "a parameter twice": (chat_around(chat_parameter("a", "1") + chat_parameter("a", "2")), "duplicate parameter 'a'"),
+    "a parameter not closed": (chat_around('<｜DSML｜parameter name="a" string="true">1\n' + chat_parameter("b", "2")),
             "parameter 'a' of 'f' is not closed"),
-    "A33": (f"\n\n{CHAT_F}".replace("tool_calls", "toolcalls"), "looks like a tool call"),
-    "A33 other block": (f"\n\n{CHAT_F}".replace("tool_calls", "function_calls"), "looks like a tool call"),
-    "A36": (f"\n\n{CHAT_F}".replace("｜", "｜｜"), "looks like a tool call"),
-    "A36 ASCII bars": (f"\n\n{CHAT_F}".replace("｜", "|"), "looks like a tool call"),
-    "A36 bars with blanks": (f"\n\n{CHAT_F}".replace("｜", " ｜ "), "looks like a tool call"),
-    "A38": (f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="exec">\n{chat_parameter("command", "ls")}\n'
+    "outer tag misspelled": (f"\n\n{CHAT_F}".replace("tool_calls", "toolcalls"), "looks like a tool call"),
+    "another outer tag": (f"\n\n{CHAT_F}".replace("tool_calls", "function_calls"), "looks like a tool call"),
+    "doubled bars": (f"\n\n{CHAT_F}".replace("｜", "｜｜"), "looks like a tool call"),
+    "ASCII bars": (f"\n\n{CHAT_F}".replace("｜", "|"), "looks like a tool call"),
+    "bars with blanks": (f"\n\n{CHAT_F}".replace("｜", " ｜ "), "looks like a tool call"),
+    "another dialect inside": (f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="exec">\n{chat_parameter("command", "ls")}\n'
             " <task>x</task>\n</actions>\n</tool_call>\n</function>", "unexpected '<task>"),
-    "A64": (f'\n\n{CHAT_F}'.replace("</｜DSML｜tool_calls>", '<｜DSML｜invoke name="g">\n<｜DSML｜parameter '
+    "a second call without an end": (f'\n\n{CHAT_F}'.replace("</｜DSML｜tool_calls>", '<｜DSML｜invoke name="g">\n<｜DSML｜parameter '
             'name="b">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'), "'g'"),
-    "F03": ('Ok.<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜paramete', "the answer ends inside"),
+    "cut inside a tag": ('Ok.<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜paramete', "the answer ends inside"),
     "no JSON": (chat_around(chat_parameter("a", "Oslo", "false")), "'a' of 'f' is not valid JSON"),
     "not a number": (chat_around(chat_parameter("a", "NaN", "false")), "not valid JSON"),
     "deep JSON": (chat_around(chat_parameter("a", "[" * 100_000, "false")), "not valid JSON"),
@@ -3186,7 +3201,7 @@ CHAT_BROKEN_CASES = {       # name: (answer, what the error says)
 
 @pytest.mark.parametrize("case", CHAT_BROKEN_CASES)
 def test_chat_parse_broken(case):
-    """Oracle: open cases. Shown as it is, one line of error, nothing runs; also in thinking mode."""
+    """Oracle: public bug reports. Shown as it is, one line of error, nothing runs; also in thinking mode."""
     text, says = CHAT_BROKEN_CASES[case]
     for end, before in itertools.product((CHAT_EOS, ""), ("", "so</think>")):
         content, reasoning, calls, error = chat_parse(before + text + end, "thinking" if before else "chat")
@@ -3194,14 +3209,14 @@ def test_chat_parse_broken(case):
 
 
 def test_chat_parse_call_in_the_reasoning():
-    """A03's other side: a call inside closed reasoning is quoted; without an answer the error says so."""
+    """A call inside closed reasoning is quoted; without an answer the error says so."""
     for answer, error in (("", "a tool call inside the reasoning is not run"), ("Hi", None)):
         text = f"so {CHAT_F}</think>{answer}{CHAT_EOS}"
         assert chat_parse(text, "thinking") == (answer, f"so {CHAT_F}", [], error)
 
 
 def test_chat_parse_every_cut():
-    """A39, B26: an answer that the limit cut anywhere runs nothing, shows everything and says so."""
+    """An answer that the limit cut anywhere runs nothing, shows everything and says so."""
     full = "Ok.\n\n" + chat_block(("write", {"path": "a.txt", "text": "hello world"}))
     for cut, end in itertools.product(range(len(full)), (CHAT_EOS, "")):
         content, _, calls, error = chat_parse(full[:cut] + end)
@@ -3213,7 +3228,7 @@ def test_chat_parse_every_cut():
 
 
 def test_chat_stream_cuts():
-    """A70, A71, A73, A75: the pieces never matter, no piece of a tag is shown, held text comes out."""
+    """The pieces never matter, no piece of a tag is shown, held text comes out."""
     text = "Ok.\n\n" + chat_block(("get_time", {"city": "Oslo"}), ("get_time", {"n": -7})) + CHAT_EOS
     rng = random.Random(70)
     divisions = [[text], *([text[:i], text[i:]] for i in range(len(text))),
@@ -3236,8 +3251,7 @@ def test_chat_stream_cuts():
         assert parser.close()["content"] == content and parser.close()["error"] is None
     parser = StreamParser("thinking")
     pieces = [parser.feed(part) for part in ("so\n", "</thi", "nk>", "\nHi")]
-    assert pieces == [[("reasoning", "so")], [("reasoning", "\n")], [], [("content", "\nHi")]] or pieces == [
-        [("reasoning", "so")], [], [("reasoning", "\n")], [("content", "\nHi")]]
+    assert pieces == [[("reasoning", "so")], [], [("reasoning", "\n")], [("content", "\nHi")]]
 
 
 def chat_mutate(rng, bases, fragments):
@@ -3308,7 +3322,7 @@ def test_chat_parser_fuzz():
 
 
 def test_chat_whole_characters():
-    """A78: bytes of a character split over tokens show nothing until it is whole; no replacement sign."""
+    """Bytes of a character split over tokens show nothing until it is whole; no replacement sign."""
     tokenizer = chat_tokenizer()
     for text in ("日本 🦆", "é" * 3, "a｜DSML｜b", "\n\t\x00\x7f \u00ad\u0100"):
         stream = TokenText(tokenizer)
@@ -3322,7 +3336,7 @@ def test_chat_whole_characters():
 # ---- sampling and generation ----
 
 def test_chat_sample():
-    """C33: temperature 0 is argmax; draws follow softmax; top_p keeps the nucleus. Oracle: torch.softmax."""
+    """Temperature 0 is argmax; draws follow softmax; top_p keeps the nucleus. Oracle: torch.softmax."""
     torch.manual_seed(0)
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).log_softmax(-1)
     many = logits.expand(40_000, 4)
@@ -3334,7 +3348,6 @@ def test_chat_sample():
     want = logits.exp() * torch.tensor([1.0, 1.0, 0.0, 0.0])
     assert (freq - want / want.sum()).abs().max() < 0.01
     assert sample(many, 1.0, top_p=0.1).unique().tolist() == [0]
-    assert set(generate.ROUND_TRIPS) == set(__import__("model").ROUND_TRIPS)
 
 
 class ChatCounter(torch.nn.Module):
@@ -3374,7 +3387,7 @@ def test_chat_generate_batch(monkeypatch):
 
 
 def test_chat_session_reuse():
-    """C16's use: a turn computes only what is new and says what a fresh run says."""
+    """A turn computes only what is new and says what a fresh run says."""
     tokenizer = chat_tokenizer()
     eos = tokenizer.token_to_id(CHAT_EOS)
     script = [("one", "first answer"), ("two", "second"), ("three", "third, longer answer")]
@@ -3593,7 +3606,7 @@ def test_chat_checkpoint_says(monkeypatch, tmp_path):
 
 
 def test_chat_repl_lines(monkeypatch, capfd, tmp_path):
-    """F01, F03, F06, F07 and their kind: bad commands, bad answers, failed turns; the chat goes on."""
+    """Bad commands, bad answers, failed turns; the chat goes on."""
     script = [("nothing", ""), ("hi", "Hello"), ("bad", "Ok." + CHAT_F[:60]), ("more", "Hello again"),
               ("why", "hm</think>Yes")]
     lines = ["/ctx abc", "hi", "/think much", "/think max more", "bad", "nothing", "/think max", "why",
@@ -4274,7 +4287,7 @@ def gemm_builds() -> typing.Iterator[Build]:
                 mma=MMA["e4m3"])
     for tile, form, constants, warps, stages, most in (
             ("16x32x128 bytes", "bytes", small, 4, 4, 96), ("64x128x128 words", "words", large, 8, 3, 176),
-            ("64x64x128 bytes", "bytes", {"BM": 64, "BN": 64}, 8, 3, 176)):
+            ("32x128x128 bytes", "bytes", {"BM": 32, "BN": 128}, 8, 3, 176)):
         weight = "*i32" if form == "words" else "*u8"
         yield Build("fp4_gemm", tile, types.format(weight, "*bf16"), constants | {"FORMAT": form}, warps,
                     stages, most, mma=MMA[form])
@@ -4565,6 +4578,7 @@ def bench(rounds: int = 5):
     """A random bf16 model, in ours with all round trips, the two engines in turn; medians."""
     import transformers
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     torch.set_num_threads(os.cpu_count())
     folder = write_checkpoint(os.path.join(work_folder(), "bench"), BENCH)
     ours = load(folder, torch.bfloat16, model.ROUND_TRIPS)
@@ -4575,7 +4589,7 @@ def bench(rounds: int = 5):
         cache["kv"] = theirs(tokens[:, :n], use_cache=True, logits_to_keep=1).past_key_values
 
     def their_step(p):
-        theirs(tokens[:, p:p + 1], past_key_values=cache["kv"], use_cache=True)
+        theirs(tokens[:, p:p + 1], cache=cache["kv"], use_cache=True)
 
     times = {"ours": [], "transformers": []}
     for i in range(rounds + 1):     # the first round warms up
@@ -4654,7 +4668,8 @@ def compare_with_vendor(folder: str) -> int:
                                       ("bf16", torch.bfloat16, model.ROUND_TRIPS, 0.05),
                                       ("fp8", torch.bfloat16, model.ROUND_TRIPS, 0.15)):
         converted = os.path.join(work_folder(), f"{kind}-mp1")
-        convert.main(fixture(kind), converted, SMALL["n_routed_experts"], 1, None)
+        with contextlib.redirect_stderr(io.StringIO()):     # conversion tells what it does
+            convert.main(fixture(kind), converted, SMALL["n_routed_experts"], 1, None)
         theirs, ours = vendor_model(module, converted, dtype), load(fixture(kind), dtype, trips)
         for a, b in zip(ours.layers, theirs.layers):    # the first Flash release has no limit there
             a.ffn.shared_experts.swiglu_limit = b.ffn.shared_experts.swiglu_limit
