@@ -9,7 +9,8 @@ It is a drop-in: the vendor's unchanged model.py runs over this file. Deliberate
 - A GEMM reads each scale in the dtype it has, whatever scale_dtype says; the two may differ.
 - sparse_attn rounds the softmax weights to q's dtype before P.V: bf16 as in the vendor; fp32 stays exact.
   x_ref rounds exp(s - final max); the vendor and the Triton kernel exp(s - running max), in blocks of keys.
-- sparse_attn gives 0 for a query whose indices are all -1, where the vendor's running maximum gives NaN.
+- sparse_attn gives 0 for a query whose indices are all -1, where the vendor's running maximum gives NaN. In
+  x_ref a row that is not finite spoils all queries of its tile, in the vendor's only those that name it.
 - A NaN makes its whole quantisation block NaN, so that it cannot vanish in a maximum; beside an infinity the
   rest of its block becomes 0, where the vendor's scale is infinite and the block NaN.
 - hadamard_transform stands here; the vendor imports fast_hadamard_transform.
@@ -724,8 +725,8 @@ def sparse_attn_kernel(q_ptr, kv_ptr, sink_ptr, idx_ptr, o_ptr, M, TOPK, kv_batc
     q = tl.load(q_ptr + at, mask=there, other=0.0)
     acc, top, total = attend(q, kv_ptr + query // M * kv_batch, kv_stride, idx_ptr + query * TOPK, 0, TOPK,
                              scale, D, BI)
-    # where no row is attended the sink's share is exp(sink + 1e30) = inf, and o is 0
     total += tl.exp(tl.load(sink_ptr + h, mask=h < H, other=0.0) - top)
+    total = tl.maximum(total, 1.0)      # it is: the largest weight is 1; but where no row is attended o is 0
     tl.store(o_ptr + at, cast(acc / total[:, None], o_ptr.dtype.element_ty), mask=there)
 
 
@@ -763,6 +764,7 @@ def sparse_attn_combine_kernel(acc_ptr, top_ptr, total_ptr, sink_ptr, o_ptr, SPL
         share = tl.exp(tl.load(top_ptr + part) - top)
         total += share * tl.load(total_ptr + part)
         acc += share * tl.load(acc_ptr + part * D + d, mask=d < D, other=0.0)
+    total = tl.maximum(total, 1.0)
     tl.store(o_ptr + (query * H + h) * D + d, cast(acc / total, o_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -803,7 +805,9 @@ def sparse_attn_ref(
 ) -> torch.Tensor:
     b, m, h, d = q.shape
     n, topk = kv.size(1), topk_idxs.size(-1)
-    o = torch.empty_like(q)
+    o = torch.zeros_like(q)
+    if 0 in (b, m, h, n, topk):
+        return o
     # A tile of t queries scores the union of their rows: at most n, and at most t * topk of them.
     t = max(SCORE_TILE // (h * n), int((SCORE_TILE / (h * max(topk, 1))) ** 0.5), 1)
     for i in range(b):
@@ -814,15 +818,19 @@ def sparse_attn_ref(
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, attn_sink: torch.Tensor, idxs: torch.Tensor, scale: float):
     """sparse_attn for a tile of queries [t,h,d] of one sequence: a product with the union of their rows."""
-    rows, place = idxs.clamp(min=0).unique(return_inverse=True)         # [u], [t,topk]
+    named = idxs >= 0
+    rows, place = idxs[named].unique(return_inverse=True)               # [u], [how many are named]
+    if len(rows) == 0:
+        return torch.zeros_like(q)
     rows = kv[rows].float()                                             # [u,d]
     # how often a query names a row; the logarithm is -inf for never, 0 for once, and serves repeated indices
-    count = rows.new_zeros(idxs.size(0), rows.size(0)).scatter_add_(1, place, (idxs >= 0).float())
+    count = rows.new_zeros(idxs.size(0), rows.size(0))                  # [t,u]
+    count.index_put_((named.nonzero()[:, 0], place), rows.new_ones(()), accumulate=True)
     s = torch.matmul(q.float() * scale, rows.T).add_(count.log_().unsqueeze(1))     # [t,h,u]
     s_max = s.amax(dim=-1, keepdim=True).clamp(min=-1e30)               # finite where no row is attended
     p = s.sub_(s_max).exp_()
-    # where no row is attended the sink's share is exp(sink + 1e30) = inf, and o is 0
     total = p.sum(dim=-1, keepdim=True) + torch.exp(attn_sink.unsqueeze(-1) - s_max)
+    total = total.clamp_(min=1)         # it is: the largest weight is 1; but where no row is attended o is 0
     return (torch.matmul(p.to(q.dtype).float(), rows) / total).to(q.dtype)      # [t,h,d]
 
 

@@ -17,7 +17,8 @@ Deliberate differences from the vendor:
   start_pos 0 resets that state; the vendor's second conversation starts with what the first one left there.
 - The indexer scores tiles of queries; the vendor holds [b, s, heads, rows] at once.
 - On a GPU all routed experts of a layer run together (kernel.routed_experts); the loop is their reference.
-- A pass must continue where the last one ended; snapshot and restore go back to an earlier end.
+- A pass must continue where the last one ended; snapshot and restore go back to an earlier end. One model of
+  a process runs at a time: Mode is global, as the vendor's settings are.
 - Activations are bf16, or fp32 for exact comparison, and each of the four ROUND_TRIPS can be switched off
   (without "act" a quantised weight is dequantised and multiplied as it is).
 - Caches and states are allocated by reset_caches, after loading; the vendor's are buffers made in __init__.
@@ -221,6 +222,11 @@ class ModelArgs:
             raise ValueError(f"config: {self.n_activated_experts} active experts of {self.n_routed_experts}")
         if self.rope_head_dim % 2 or self.rope_head_dim > min(self.head_dim, self.index_head_dim):
             raise ValueError(f"config: rope_head_dim {self.rope_head_dim} is odd, or more than a head has")
+        if (self.head_dim - self.rope_head_dim) % 64:
+            raise ValueError(f"config: head_dim {self.head_dim} less rope_head_dim {self.rope_head_dim} is "
+                             "no multiple of 64, in which KV is rounded")
+        if self.index_head_dim % fp4_block_size or self.index_head_dim & (self.index_head_dim - 1):
+            raise ValueError(f"config: index_head_dim {self.index_head_dim} is no power of two of 32 or more")
         if dspark:      # the draft stages are no MTP blocks
             self.n_mtp_layers = 0
 
@@ -252,6 +258,9 @@ def _read_published_config(config: dict) -> dict:
     _refuse_unknown({key for key in set(config) - known if not key.startswith("dspark_")})
     values = {PUBLISHED_KEYS[key]: value for key, value in config.items() if key in PUBLISHED_KEYS}
 
+    for key in ("rope_scaling", "quantization_config"):
+        if not isinstance(config.get(key, {}), (dict, type(None))):
+            raise ValueError(f"config: {key} is {config[key]!r}, expected an object")
     yarn = dict(config.get("rope_scaling") or {})
     if yarn.pop("type", None) != "yarn":
         raise ValueError("config: rope_scaling of type yarn missing; without it the model loses far recall")
@@ -647,6 +656,7 @@ class Attention(nn.Module):
         bsz, seqlen, _ = x.size()
         end_pos = start_pos + seqlen
         ratio, rd, ring = self.compress_ratio, self.rope_head_dim, self.ring_size
+        assert seqlen <= ring - self.window_size + 1, f"{seqlen} tokens at once are more than max_chunk"
         # the table grows by doubling; all layers of a kind share it, since it is cached by its arguments
         table = self.precompute_freqs_cis(seqlen=max(1 << (end_pos - 1).bit_length(), 1024), device=x.device)
         freqs_cis = table[start_pos:end_pos]
@@ -963,10 +973,13 @@ class Transformer(nn.Module):
         return Snapshot(self.end_pos, self.bsz, saved)
 
     def restore(self, state: Snapshot):
-        self.end_pos, self.bsz, saved = state
-        places = [place for attn in self.attentions() for place in attn.live_state(self.bsz, self.end_pos)]
+        """Back to a snapshot's end_pos. Broken off, it leaves the model refusing to go on, as a pass does."""
+        end_pos, bsz, saved = state
+        self.end_pos = None
+        places = [place for attn in self.attentions() for place in attn.live_state(bsz, end_pos)]
         for (cache, rows), kept in zip(places, saved, strict=True):
             cache[:, rows] = kept
+        self.end_pos, self.bsz = end_pos, bsz
 
     def check_input(self, input_ids: torch.Tensor, start_pos: int):
         """ValueError where a pass would compute something that nobody asked for."""
@@ -976,7 +989,7 @@ class Transformer(nn.Module):
                              "sequences of one token or more")
         if start_pos + seqlen > self.max_seq_len:
             raise ValueError(f"position {start_pos + seqlen} is beyond max_seq_len {self.max_seq_len}")
-        if start_pos > 0 and (start_pos, bsz) != (self.end_pos, self.bsz):
+        if start_pos != 0 and (start_pos, bsz) != (self.end_pos, self.bsz):
             held = "nothing certain: the last pass was broken off" if self.end_pos is None else (
                 f"{self.end_pos} positions of {self.bsz} sequences")
             raise ValueError(f"start_pos {start_pos} of {bsz} sequences does not go on from what the caches "

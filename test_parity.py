@@ -984,6 +984,10 @@ def test_sparse_attn(monkeypatch, heads, topk, dtype, tile):
     exact = (tensor.double().numpy() for tensor in (q, kv, sink))
     expected = brute_attention(*exact, idxs.numpy(), 0.3, dtype)
     assert ours.dtype == dtype and not ours[0, 0].any()
+    assert not kernel.sparse_attn(q, kv, sink - torch.inf, idxs, 0.3)[0, 0].any(), "0 without a sink, too"
+    assert not kernel.sparse_attn(q, kv, sink, idxs[..., :0], 0.3).any(), "no indices at all"
+    kv[:, 0], idxs[idxs == 0] = torch.nan, 1
+    assert kernel.sparse_attn(q, kv, sink, idxs, 0.3).isfinite().all(), "-1 names no row, not row 0"
     # fp32: its own rounding. bf16: the result is rounded to 8 bits, and a weight may round to the other side.
     assert relative_error(ours.float(), expected) < (1e-6 if dtype == torch.float32 else 6e-3)
 
@@ -1341,9 +1345,16 @@ def test_snapshot(at):
 def test_a_pass_must_go_on():
     engine, tokens = load(fixture("bf16")), random_tokens(20)
     engine(tokens[:, :10])
-    for ids, start in ((tokens[:, :1], 9), (tokens[:, :1], 11), (tokens[:, :1].repeat(2, 1), 10)):
+    for ids, start in ((tokens[:, :1], 9), (tokens[:, :1], 11), (tokens[:, :1], -1),
+                       (tokens[:, :1].repeat(2, 1), 10)):
         with pytest.raises(ValueError, match="does not go on"):
             engine(ids, start)
+    kept = engine.snapshot()
+    with pytest.raises(ValueError):
+        engine.restore(kept._replace(saved=kept.saved[:5]))
+    with pytest.raises(ValueError, match="broken off"):
+        engine(tokens[:, 10:], 10)
+    engine.restore(kept)
     engine(tokens[:, 10:], 10)
     engine.layers[3].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -1465,11 +1476,26 @@ def test_no_key_has_a_silent_default(config):
     ({"index_topk": -1}, "index_topk is -1"), ({"hidden_size": True}, "dim is True"),
     ({"rope_scaling": {"type": "linear"}}, "yarn"), ({"rope_scaling": None}, "yarn"),
     ({"rope_scaling": SMALL["rope_scaling"] | {"mscale": 1}}, "rope_scaling.mscale"),
+    ({"compress_ratios": None}, "compress_ratios is None"), ({"compress_ratios": [0, "4"]}, "whole numbers"),
+    ({"rms_norm_eps": math.nan}, "norm_eps is nan"), ({"swiglu_limit": math.inf}, "swiglu_limit is inf"),
+    ({"o_groups": 0}, "o_groups is 0"), ({"sliding_window": 0}, "window_size is 0"),
+    ({"num_experts_per_tok": 9}, "9 active experts of 8"), ({"qk_rope_head_dim": 63}, "rope_head_dim 63"),
+    ({"head_dim": 160}, "multiple of 64"), ({"index_head_dim": 96}, "power of two"),
+    ({"rope_scaling": "yarn"}, "expected an object"), ({"quantization_config": "fp8"}, "expected an object"),
     ({"quantization_config": {"quant_method": "modelopt"}}, "modelopt"),
     ({"quantization_config": {"weight_block_size": [64, 64], "scale_fmt": "ue8m0"}}, "weight_block_size")])
 def test_config_that_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         model.ModelArgs.from_config(SMALL | change)
+
+
+def test_runtime_arguments():
+    args = model.ModelArgs.from_config(SMALL, max_seq_len=100, n_mtp_layers=0)
+    assert (args.max_seq_len, args.n_mtp_layers) == (100, 0)
+    with pytest.raises(TypeError, match="max_seqlen"):
+        model.ModelArgs.from_config(SMALL, max_seqlen=100)
+    with pytest.raises(ValueError, match="max_chunk is 0"):
+        model.ModelArgs.from_config(SMALL, max_chunk=0)
 
 
 def test_draft_stages_are_no_mtp_blocks():
@@ -3122,40 +3148,49 @@ CHAT_ODD_VALUES = {
     "c": "<｜DSML｜tool_calls></｜DSML｜tool_calls></｜DSML｜invoke>"}
 CHAT_TYPES = {"a": "5", "b": 5, "c": "true", "d": False, "e": [1, "two", {"k": None}], "g": ""}
 CHAT_PARSE_CASES = {        # name: (answer, thinking_mode, content, reasoning, calls)
-    "text, then a call": ("Looking.\n\n" + chat_block(("get_time", {"city": "Oslo"})), "chat", "Looking.", "",
-            [("get_time", {"city": "Oslo"})]),
-    "no </think> before the block": ("I need the clock.\n\n" + CHAT_F, "thinking", "", "I need the clock.", [("f", {"a": "1"})]),
-    "neither </think> nor blank line": ("I need it." + CHAT_F + "\n", "thinking", "", "I need it.", [("f", {"a": "1"})]),
+    "text, then a call": (
+        "Looking.\n\n" + chat_block(("get_time", {"city": "Oslo"})), "chat", "Looking.", "",
+        [("get_time", {"city": "Oslo"})]),
+    "no </think> before the block": (
+        "I need the clock.\n\n" + CHAT_F, "thinking", "", "I need the clock.", [("f", {"a": "1"})]),
+    "neither </think> nor blank line": (
+        "I need it." + CHAT_F + "\n", "thinking", "", "I need it.", [("f", {"a": "1"})]),
     "no blank line before the block": ("Ok." + CHAT_F, "chat", "Ok.", "", [("f", {"a": "1"})]),
     "one newline before the block": ("Ok.\n" + CHAT_F, "chat", "Ok.", "", [("f", {"a": "1"})]),
     "three newlines before the block": ("Ok.\n\n\n" + CHAT_F, "chat", "Ok.\n", "", [("f", {"a": "1"})]),
     "no arguments": ("\n\n" + chat_block(("now", {})), "chat", "", "", [("now", {})]),
-    "no arguments, no blank line": (chat_block(("now", {})).replace("\n\n", "\n"), "chat", "", "", [("now", {})]),
-    "odd characters in a value": ("\n\n" + chat_block(("w", CHAT_ODD_VALUES)), "chat", "", "", [("w", CHAT_ODD_VALUES)]),
+    "no arguments, no blank line": (
+        chat_block(("now", {})).replace("\n\n", "\n"), "chat", "", "", [("now", {})]),
+    "odd characters in a value": (
+        "\n\n" + chat_block(("w", CHAT_ODD_VALUES)), "chat", "", "", [("w", CHAT_ODD_VALUES)]),
     "types of values": ("\n\n" + chat_block(("f", CHAT_TYPES)), "chat", "", "", [("f", CHAT_TYPES)]),
-    "a Python literal": (chat_around(chat_parameter("a", "True", "false")), "chat", "", "", [("f", {"a": True})]),
-    "a nested Python literal": (chat_around(chat_parameter("a", "{'k': [None, (1, 'x')]}", "false")), "chat", "", "",
-                   [("f", {"a": {"k": [None, [1, "x"]]}})]),
+    "a Python literal": (
+        chat_around(chat_parameter("a", "True", "false")), "chat", "", "", [("f", {"a": True})]),
+    "a nested Python literal": (
+        chat_around(chat_parameter("a", "{'k': [None, (1, 'x')]}", "false")), "chat", "", "",
+        [("f", {"a": {"k": [None, [1, "x"]]}})]),
     "a call not closed": (f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{chat_parameter("a", "1")}\n'
-            f"</｜DSML｜tool_calls>", "chat", "", "", [("f", {"a": "1"})]),
+        f"</｜DSML｜tool_calls>", "chat", "", "", [("f", {"a": "1"})]),
     "a call not closed before another": (
         f'<｜DSML｜tool_calls><｜DSML｜invoke name="f">{chat_parameter("a", "1")}<｜DSML｜invoke name="g">'
         f"</｜DSML｜invoke></｜DSML｜tool_calls>", "chat", "", "", [("f", {"a": "1"}), ("g", {})]),
-    "spaces, order of attributes": (f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke  name="f" >\n<｜DSML｜parameter string="true"  name="a" '
-            f'>1</｜DSML｜parameter>{chat_parameter("b", 2, "false")}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
-            "chat", "", "", [("f", {"a": "1", "b": 2})]),
+    "spaces, order of attributes": (
+        f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke  name="f" >\n<｜DSML｜parameter string="true"  name="a" '
+        f'>1</｜DSML｜parameter>{chat_parameter("b", 2, "false")}\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "chat", "", "", [("f", {"a": "1", "b": 2})]),
     "more spaces, single quotes": (
         "< ｜DSML｜ tool_calls >< ｜DSML｜invoke name = 'f'><｜DSML｜parameter name='a' string='True'> 1 "
         "</ ｜DSML｜ parameter ></｜DSML｜invoke ></｜DSML｜tool_calls>", "chat", "", "", [("f", {"a": " 1 "})]),
     "an answer about the tokens": ("The marker is ｜DSML｜ and </think> ends reasoning.", "chat",
-            "The marker is ｜DSML｜ and </think> ends reasoning.", "", []),
+        "The marker is ｜DSML｜ and </think> ends reasoning.", "", []),
     "a quoted tag": ("Write `<｜DSML｜tool_calls>`.", "chat", "Write `<｜DSML｜tool_calls>`.", "", []),
-    "a parameter called arguments": (chat_around(chat_parameter("arguments", '{"city": "Oslo"}', "false")), "chat", "", "",
-            [("f", {"arguments": {"city": "Oslo"}})]),
+    "a parameter called arguments": (
+        chat_around(chat_parameter("arguments", '{"city": "Oslo"}', "false")), "chat", "", "",
+        [("f", {"arguments": {"city": "Oslo"}})]),
     "a block in a code fence": (f"Example:\n```xml\n\n{CHAT_F}\n```\nThat is the format.", "chat",
-            f"Example:\n```xml\n\n{CHAT_F}\n```\nThat is the format.", "", []),
+        f"Example:\n```xml\n\n{CHAT_F}\n```\nThat is the format.", "", []),
     "a fence, then a call": (f"Example:\n~~~\n{CHAT_F}\n~~~\nNow:\n\n{CHAT_F}", "chat",
-                        f"Example:\n~~~\n{CHAT_F}\n~~~\nNow:", "", [("f", {"a": "1"})]),
+        f"Example:\n~~~\n{CHAT_F}\n~~~\nNow:", "", [("f", {"a": "1"})]),
     "quoted in the reasoning": (f"{CHAT_F}? No.</think>Hi", "thinking", "Hi", f"{CHAT_F}? No.", []),
     "drafted in the reasoning": (
         f'So <｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n...</think>{CHAT_F}', "thinking", "",
@@ -3175,20 +3210,26 @@ def test_chat_parse(case):
 CHAT_BROKEN_CASES = {       # name: (answer, what the error says)
     "words after the block": (f"\n\n{CHAT_F}\nDone.", "text follows the tool calls"),
     "an unfenced example": (f"So:\n\n{CHAT_F}\nis the format.", "text follows the tool calls"),
-    "a closing tag in a value": (chat_around(chat_parameter("text", "the tag </｜DSML｜parameter> ends a value")), "'ends a value"),
-    "a parameter twice": (chat_around(chat_parameter("a", "1") + chat_parameter("a", "2")), "duplicate parameter 'a'"),
-    "a parameter not closed": (chat_around('<｜DSML｜parameter name="a" string="true">1\n' + chat_parameter("b", "2")),
-            "parameter 'a' of 'f' is not closed"),
+    "a closing tag in a value": (
+        chat_around(chat_parameter("text", "the tag </｜DSML｜parameter> ends a value")), "'ends a value"),
+    "a parameter twice": (
+        chat_around(chat_parameter("a", "1") + chat_parameter("a", "2")), "duplicate parameter 'a'"),
+    "a parameter not closed": (
+        chat_around('<｜DSML｜parameter name="a" string="true">1\n' + chat_parameter("b", "2")),
+        "parameter 'a' of 'f' is not closed"),
     "outer tag misspelled": (f"\n\n{CHAT_F}".replace("tool_calls", "toolcalls"), "looks like a tool call"),
     "another outer tag": (f"\n\n{CHAT_F}".replace("tool_calls", "function_calls"), "looks like a tool call"),
     "doubled bars": (f"\n\n{CHAT_F}".replace("｜", "｜｜"), "looks like a tool call"),
     "ASCII bars": (f"\n\n{CHAT_F}".replace("｜", "|"), "looks like a tool call"),
     "bars with blanks": (f"\n\n{CHAT_F}".replace("｜", " ｜ "), "looks like a tool call"),
-    "another dialect inside": (f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="exec">\n{chat_parameter("command", "ls")}\n'
-            " <task>x</task>\n</actions>\n</tool_call>\n</function>", "unexpected '<task>"),
-    "a second call without an end": (f'\n\n{CHAT_F}'.replace("</｜DSML｜tool_calls>", '<｜DSML｜invoke name="g">\n<｜DSML｜parameter '
-            'name="b">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'), "'g'"),
-    "cut inside a tag": ('Ok.<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜paramete', "the answer ends inside"),
+    "another dialect inside": (
+        f'\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="exec">\n{chat_parameter("command", "ls")}\n'
+        " <task>x</task>\n</actions>\n</tool_call>\n</function>", "unexpected '<task>"),
+    "a second call without an end": (
+        f'\n\n{CHAT_F}'.replace("</｜DSML｜tool_calls>", '<｜DSML｜invoke name="g">\n<｜DSML｜parameter '
+        'name="b">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'), "'g'"),
+    "cut inside a tag": (
+        'Ok.<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜paramete', "the answer ends inside"),
     "no JSON": (chat_around(chat_parameter("a", "Oslo", "false")), "'a' of 'f' is not valid JSON"),
     "not a number": (chat_around(chat_parameter("a", "NaN", "false")), "not valid JSON"),
     "deep JSON": (chat_around(chat_parameter("a", "[" * 100_000, "false")), "not valid JSON"),
