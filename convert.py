@@ -5,7 +5,8 @@ the files it writes, byte for byte. Deliberate differences:
 - It streams: files are mapped, tensors converted and written one at a time. The vendor holds them all.
 - It checks first: names, shapes, scales and dtypes against config.json, the number of ranks against each
   dimension, the free disk space. The vendor converts what it finds.
-- A file gets its name when it is whole, so a broken run can be started again; whole files are kept.
+- A file gets its name when it is whole, so a broken run can be started again; whole files of the
+  same checkpoint are kept.
 - Names are translated component by component. The vendor replaces text anywhere in a name.
 - Shared experts stay whole, as the model has them. The vendor splits them if they are named gate_proj etc.
 - The fp4 to fp8 cast refuses a block whose scales are too far apart for it to be lossless.
@@ -24,12 +25,13 @@ import math
 import mmap
 import os
 import re
+import reprlib
 import shutil
 import struct
 import sys
 import time
 from argparse import ArgumentParser
-from typing import TYPE_CHECKING, Callable, Iterator, NamedTuple
+from typing import IO, TYPE_CHECKING, Callable, Iterator, NamedTuple
 
 # torch and NumPy are imported by the functions that compute: an inventory or a wrong argument needs neither.
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class CheckpointError(ValueError):
 BLOCK = 128         # an FP8 weight has one scale per BLOCK x BLOCK tile
 FP4_BLOCK = 32      # an FP4 weight has one scale per row and FP4_BLOCK columns
 CHUNK = 1 << 26     # bytes written or compared at a time: what is resident of a tensor that is only copied
+PEEK = 1 << 16      # bytes of a tensor by which a restart knows its checkpoint; a norm has fewer
+MAX_HEADER = 100_000_000    # bytes; the safetensors library has the same limit
 
 # Stored dtypes: bytes per element, torch's name. In the order of the safetensors format: wide ones first, so
 # that all are aligned. I8 and F4 both hold packed FP4, two values per byte, low nibble first: I8 is what is
@@ -155,10 +159,9 @@ def inventory(config: dict, mtp: bool = True) -> dict[str, dict]:
     expert_dtype says. Without it they are fp4: a Flash config may leave it out, while Base says "fp8" (and
     has F32 expert scales). Only this table assumes: loading and conversion go by the dtypes in the files.
     """
+    check_config(config)
     quant = config.get("quantization_config")
-    expert_dtype = config.get("expert_dtype") or "fp4"
-    if expert_dtype not in ("fp4", "fp8"):
-        raise CheckpointError(f"config.json says expert_dtype {expert_dtype!r}: it must be 'fp4' or 'fp8'")
+    expert_dtype = "fp4" if config.get("expert_dtype") is None else config["expert_dtype"]
     formats = {}
     if quant:
         dense_scale = "F8_E8M0" if quant.get("scale_fmt") == "ue8m0" else "F32"
@@ -202,6 +205,7 @@ CONFIG_KEYS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
     "num_nextn_predict_layers", "compress_ratios",
 )
+MAY_BE_0 = ("num_hash_layers", "num_nextn_predict_layers")
 DSPARK_STAGES = 3       # draft stages of Flash-0731, after its layers
 PARALLEL_KEYS = ("n_routed_experts", "num_attention_heads", "o_groups", "vocab_size", "index_n_heads")
 
@@ -217,6 +221,7 @@ def read_config(folder: str, required: bool = True) -> dict:
         return {}
     config = _read_json(path)
     refuse_foreign(config)
+    check_types(config)
     return config
 
 
@@ -224,7 +229,7 @@ def _read_json(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as f:
             value = json.load(f)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object: download it again")
@@ -233,22 +238,60 @@ def _read_json(path: str) -> dict:
 
 def refuse_foreign(config: dict) -> None:
     """Names the relatives that would load wrongly or not at all."""
-    if "DeepseekV41ForCausalLM" in (config.get("architectures") or ()) or "text_config" in config:
+    # as text, since nothing is known yet about the types of these values
+    if "DeepseekV41ForCausalLM" in _text(config.get("architectures")) or "text_config" in config:
         raise CheckpointError("this checkpoint is DeepSeek-V4.1 (DeepseekV41ForCausalLM), another "
                               "architecture: use a DeepSeek-V4 checkpoint")
     model_type = config.get("model_type", "deepseek_v4")
     if model_type != "deepseek_v4":
-        raise CheckpointError(f"config.json says model_type {model_type!r}: use a deepseek_v4 checkpoint")
-    if "nvfp4" in json.dumps(config.get("quantization_config")).lower():
+        raise CheckpointError(f"config.json says model_type {reprlib.repr(model_type)}: use a deepseek_v4 "
+                              "checkpoint")
+    if "nvfp4" in _text(config.get("quantization_config")).lower():
         raise CheckpointError(NVFP4)
+
+
+def _text(value: object) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError:      # nested almost too deeply to be read; check_types shows it shortened
+        return ""
 
 
 NVFP4 = ("this checkpoint is NVFP4 (experts in FP4 with an FP8 scale per 16 and a global one), which is not "
          "supported: use the one that DeepSeek published")
 
 
+def check_types(config: dict) -> None:
+    """Refuses values of a wrong type, of those keys that this file uses and the config has."""
+    def refuse(key: str, value: object, wish: str):
+        raise CheckpointError(f"config.json says {key} {reprlib.repr(value)}: it must be {wish}")
+
+    for key in CONFIG_KEYS:
+        least = 0 if key in MAY_BE_0 else 1
+        if key in config and key != "compress_ratios" and not _is_int(config[key], least):
+            refuse(key, config[key], f"a whole number, {least} or more")
+    ratios = config.get("compress_ratios", [])
+    if not isinstance(ratios, list) or not all(_is_int(ratio) for ratio in ratios):
+        refuse("compress_ratios", ratios, "a list of whole numbers, 0 or more")
+    names = [] if config.get("architectures") is None else config["architectures"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        refuse("architectures", names, "a list of names")
+    quant = {} if config.get("quantization_config") is None else config["quantization_config"]
+    if not isinstance(quant, dict):
+        refuse("quantization_config", quant, "an object, or left out")
+    if quant.get("scale_fmt") not in (None, "ue8m0"):
+        refuse("scale_fmt", quant["scale_fmt"], "'ue8m0' or null")
+    if config.get("expert_dtype") not in (None, "fp4", "fp8"):
+        refuse("expert_dtype", config["expert_dtype"], "'fp4' or 'fp8'")
+
+
+def _is_int(value: object, least: int = 0, end: int = 1 << 31) -> bool:
+    return type(value) is int and least <= value < end      # True is an instance of int, but its type is bool
+
+
 def check_config(config: dict) -> None:
     """Refuses a config that the inventory cannot be read from."""
+    check_types(config)
     missing = [key for key in CONFIG_KEYS if key not in config]
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}: it must be the published config.json "
@@ -344,7 +387,7 @@ def read_header(path: str) -> Header:
             if start == b"version ":
                 raise CheckpointError(f"{path} is a Git LFS pointer and not the file: run `git lfs pull`")
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= size - 8:
+            if not 2 <= length <= min(size - 8, MAX_HEADER):
                 raise CheckpointError(f"{path} is no whole safetensors file ({size} bytes): download it")
             raw = f.read(length)
     except OSError as error:
@@ -354,27 +397,43 @@ def read_header(path: str) -> Header:
                   for name, entry in json.loads(raw).items() if name != "__metadata__"}
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} is no safetensors file (it has no such header): download it") from None
-    ends = [offset + stored_bytes(dtype, shape) for dtype, shape, offset in header.values()]
-    end = max(ends, default=8 + length)
-    if end != size:
-        raise CheckpointError(f"{path} is cut or damaged, {size} bytes where its header describes {end}: "
-                              "download it again")
+    end, gaps = 8 + length, False
+    # each where the last one ended; an empty one may share its place with the next
+    for offset, count in sorted((offset, stored_bytes(dtype, shape))
+                                for dtype, shape, offset in header.values()):
+        gaps |= offset != end
+        end = offset + count
+    if gaps or end != size:
+        fault = f"{size} bytes where its header describes {end}"
+        if end == size:
+            fault = "by its header tensors overlap or leave gaps"
+        raise CheckpointError(f"{path} is cut or damaged, {fault}: download it again")
     return header
 
 
 def _header_entry(path: str, name: str, entry: dict, base: int) -> tuple[str, tuple[int, ...], int]:
-    dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    keys = ("dtype", "shape", "data_offsets")
+    dtype, shape, offsets = map(entry.get, keys) if isinstance(entry, dict) else (None, None, None)
+    numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
+    # a name that cannot be printed would break each message that mentions it
+    if not (isinstance(dtype, str) and all(_is_int(n, end=1 << 63) for n in numbers) and len(offsets) == 2
+            and name.isprintable()):
+        raise CheckpointError(f"{path} is no safetensors file (its header has {reprlib.repr(name)}: "
+                              f"{reprlib.repr(entry)}): download it")
+    first, last = offsets
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} has dtype {dtype}, which no DeepSeek-V4 checkpoint holds: use "
-                              "the published one")
+        raise CheckpointError(f"{path}: {name} has dtype {reprlib.repr(dtype)[1:-1]}, which no DeepSeek-V4 "
+                              "checkpoint holds: use the published one")
+    whole, stored_shape = True, tuple(shape)
     if dtype == "F4":       # the format counts values, we count bytes of two
-        shape = (*shape[:-1], shape[-1] // 2)
-    if first < 0 or last - first != stored_bytes(dtype, shape):
-        raise CheckpointError(f"{path}: {name} has {last - first} bytes for {dtype} {list(shape)}: the file "
-                              "is damaged, download it again")
-    return dtype, shape, base + first
+        whole = shape != [] and shape[-1] % 2 == 0
+        stored_shape = (*shape[:-1], *(n // 2 for n in shape[-1:]))
+    if not whole or last - first != stored_bytes(dtype, stored_shape):
+        raise CheckpointError(f"{path}: {name} has {last - first} bytes for {dtype} {reprlib.repr(shape)}: "
+                              "the file is damaged, download it again")
+    return dtype, stored_shape, base + first
 
 
 CONVERTED = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
@@ -391,6 +450,12 @@ def published_files(folder: str) -> list[str]:
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{index} has no weight_map of file names: download it again")
     names = sorted(set(shards.values()))
+    # any other path could lead out of the folder
+    odd = [reprlib.repr(name) for name in names
+           if name != os.path.basename(name) or name in ("", ".", "..") or not name.isprintable()]
+    if odd:
+        raise CheckpointError(f"{index} names {_some(odd)}, where it may only name files beside it: download "
+                              "it again")
     absent = [name for name in names if not os.path.exists(os.path.join(folder, name))]
     if absent:
         raise CheckpointError(f"{folder} lacks {_some(absent)}, which its {INDEX} names: download them")
@@ -452,7 +517,7 @@ PLAIN_NAMES = {
 # whole; of everything else, all.
 SPLIT_DIM = {"embed": 0, "head": 0, "wq_b": 0, "wo_a": 0, "wo_b": 1, "attn_sink": 0, "weights_proj": 0}
 
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
+EXPERT = re.compile(r"\.experts\.(\d{1,9})\.")
 
 
 def plain_name(name: str) -> str:
@@ -473,7 +538,7 @@ def shard(tensors: Tensors, rank: int, world: int) -> Tensors:
         if expert := EXPERT.search(name):
             if int(expert[1]) * world // experts == rank:
                 part[name] = stored
-        elif module in SPLIT_DIM:
+        elif SPLIT_DIM.get(module, math.inf) < len(stored.shape):   # one of fewer dimensions is refused later
             part[name] = stored._replace(cut=_share(name, stored, SPLIT_DIM[module], rank, world))
         else:
             part[name] = stored
@@ -495,7 +560,7 @@ def select_mtp(tensors: Tensors, config: dict, wanted: bool, quiet: bool = False
     blocks = config.get("num_nextn_predict_layers", 1)
     mtp = {name for name in tensors if name.startswith("mtp.")}
     draft = {name for name in tensors if "dspark" in name}
-    draft |= {name for name in mtp if int(re.match(r"mtp\.(\d*)", name)[1] or 0) >= max(1, blocks)}
+    draft |= {name for name in mtp if int(re.match(r"mtp\.(\d{0,9})", name)[1] or 0) >= max(1, blocks)}
     if draft or has_dspark(config):     # then mtp.0 is a draft stage as well
         dropped = draft | mtp
         if dropped and not quiet:
@@ -737,8 +802,9 @@ def write_file(path: str, part: Tensors, layout: Layout, expert_dtype: str | Non
     start, header = layout_header(layout)
     done, total = 0, layout_bytes(layout)
     progress, unfinished = Progress(os.path.basename(path)), path + ".part"
-    try:
-        with open(unfinished, "wb") as out:
+    _remove(unfinished)     # what a killed run left; and were it a link, its target would be written over
+    with open(unfinished, "xb") as out:
+        try:
             out.write(start)
             for name, tensor, source in converted_tensors(part, expert_dtype):
                 out.seek(header[name][2])
@@ -749,22 +815,53 @@ def write_file(path: str, part: Tensors, layout: Layout, expert_dtype: str | Non
                     progress(done, total)
             out.flush()
             os.fsync(out.fileno())
-        os.replace(unfinished, path)
-    finally:
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
+            if not _has_name(out, unfinished):
+                raise CheckpointError(f"{unfinished} was taken by another run: let one at a time convert "
+                                      "into a folder")
+            os.replace(unfinished, path)
+        finally:
+            if _has_name(out, unfinished):
+                os.remove(unfinished)
+
+
+def _has_name(file: IO, path: str) -> bool:
+    """Whether an open file still has this name, and no second run has made another of that name."""
+    return os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+
+
+def _remove(path: str) -> None:
+    if os.path.lexists(path):
+        os.remove(path)
 
 
 def layout_bytes(layout: Layout) -> int:
     return sum(stored_bytes(dtype, shape) for dtype, shape in layout.values())
 
 
-def is_whole(path: str, layout: Layout) -> bool:
-    """Whether an earlier run finished this file, judged by its header and size."""
+def is_whole(path: str, part: Tensors, layout: Layout, expert_dtype: str | None) -> bool:
+    """Whether an earlier run made this file, whole and from this checkpoint.
+
+    Judged by its header, its size, and the first PEEK bytes of the tensors that are only copied: all of the
+    norms, sinks, biases. To compare everything would take as long as to convert it.
+    """
     try:
-        return os.path.exists(path) and read_header(path) == layout_header(layout)[1]
+        if not os.path.exists(path) or read_header(path) != layout_header(layout)[1]:
+            return False
     except CheckpointError:
         return False
+    made = read_files([path])
+    return all(_same_start(part[name], made[name]) for name in part
+               if recipe(part, name, expert_dtype) == "copy")
+
+
+def _same_start(source: Stored, result: Stored) -> bool:
+    """Whether the first rows agree, as many as PEEK bytes have, or one."""
+    step = max(1, PEEK * math.prod(source.local_shape[:-1]) // source.nbytes)
+    a, b = (next(_byte_rows(stored, step)) for stored in (source, result))
+    same = bool((a == b).all())
+    source.file.forget()
+    result.file.forget()
+    return same
 
 
 COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -785,7 +882,8 @@ def main(hf_ckpt_path: str, save_path: str, n_experts: int, mp: int, expert_dtyp
     parts = [shard(published, rank, mp) for rank in range(mp)]
     layouts = [converted_layout(part, expert_dtype) for part in parts]
     paths = [os.path.join(save_path, f"model{rank}-mp{mp}.safetensors") for rank in range(mp)]
-    kept = {path for path, layout in zip(paths, layouts) if is_whole(path, layout)}
+    kept = {path for path, part, layout in zip(paths, parts, layouts)
+            if is_whole(path, part, layout, expert_dtype)}
 
     os.makedirs(save_path, exist_ok=True)
     size = sum(layout_bytes(layout) for path, layout in zip(paths, layouts) if path not in kept)
@@ -802,8 +900,17 @@ def main(hf_ckpt_path: str, save_path: str, n_experts: int, mp: int, expert_dtyp
         else:
             write_file(path, part, layout, expert_dtype)
     for name in COPIED:
-        if os.path.exists(os.path.join(hf_ckpt_path, name)):
-            shutil.copyfile(os.path.join(hf_ckpt_path, name), os.path.join(save_path, name))
+        copy_file(os.path.join(hf_ckpt_path, name), os.path.join(save_path, name))
+
+
+def copy_file(source: str, target: str) -> None:
+    """Copies a file if it is there. A link is replaced, not written through: its target may be the source."""
+    if not os.path.exists(source) or (os.path.exists(target) and os.path.samefile(source, target)):
+        return
+    unfinished = target + ".part"
+    _remove(unfinished)
+    shutil.copyfile(source, unfinished)
+    os.replace(unfinished, target)
 
 
 def open_published(folder: str, config: dict) -> Tensors:
@@ -872,8 +979,9 @@ def _difference(name: str, part: Tensors, made: Tensors) -> str | None:
     source, result, shape = part[name], made[name], part[name].local_shape
     if how == "cast":
         shape = (shape[0], shape[1] * 2)
-        if scale_of(name) not in made:
-            return "has no scale"
+        scale = made.get(scale_of(name))
+        if scale is None or (scale.dtype, scale.shape) != ("F8_E8M0", quantised_shapes("F8_E4M3", shape)[1]):
+            return "has no scale that fits"
     same = how != "copy" or source.dtype == result.dtype or {source.dtype, result.dtype} == {*PACKED}
     if not same or shape != result.shape:
         return f"was {source.dtype} {list(source.local_shape)} and is {result.dtype} {list(result.shape)}"
@@ -998,20 +1106,25 @@ def command_line(argv: list[str] | None = None) -> int:
     absent = ["--" + name.replace("_", "-") for name in needed if getattr(args, name) is None]
     if absent and not args.inventory:
         parser.error(f"{', '.join(absent)} needed (or --inventory DIR)")
+    code = 0
     try:
         if args.inventory:
             print_inventory(args.inventory)
         elif args.verify:
-            return int(verify(args.hf_ckpt_path, args.verify) > 0)
+            code = int(verify(args.hf_ckpt_path, args.verify) > 0)
         else:
             main(args.hf_ckpt_path, args.save_path, args.n_experts, args.model_parallel, args.expert_dtype)
+        sys.stdout.flush()      # so that a reader who has gone is noticed here
+    except BrokenPipeError:     # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (CheckpointError, OSError) as error:
         print(f"convert.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted: start again, files that are whole are kept", file=sys.stderr)
         return 130
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -25,14 +25,17 @@ import ast
 import codecs
 import contextlib
 import json
+import math
 import os
 import re
+import selectors
 import shlex
 import shutil
 import signal
 import string
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -42,8 +45,8 @@ import convert
 from convert import readable
 
 # torch and model are imported where they are used: wrong usage and missing files are found without that wait.
-# torch's CPU threads must not spin long while they wait: beside another busy program that made decoding 40 times
-# slower. GNU's OpenMP reads this when torch is imported; others ignore it.
+# torch's CPU threads must not spin long while they wait: beside another busy program that made decoding 40
+# times slower. GNU's OpenMP reads this when torch is imported; others ignore it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 bos_token = "<｜begin▁of▁sentence｜>"
@@ -113,6 +116,9 @@ PREFILL_CHUNK = 512         # tokens between two looks at the progress line and 
 KEPT_POINTS = 32            # points that a chat can go back to; one is some 20 MB for Flash
 MAX_TOOL_ROUNDS = 16        # answers in a row that call tools, before the chat asks a person again
 TOOL_SECONDS = 60
+TOOL_BYTES = 1 << 20        # of a tool's output; a context holds less
+MAX_NESTING = 200           # levels of JSON in a file; Python gives up at some 1000, wherever that may be
+SAMPLING = {"temperature": (0, 1e6), "top_p": (1e-9, 1)}      # what is allowed, from and to
 HISTORY_FILE = os.path.join(os.path.expanduser("~"), ".plain_v4_history")
 SEED = 33377335             # the vendor's
 
@@ -157,6 +163,12 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def json_fits(value: Any, levels: int = MAX_NESTING) -> bool:
+    """Whether a JSON value is nested no deeper than can be read and written anywhere."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(json_fits(item, levels - 1) for item in items)
+
+
 def text_of(content: Any) -> str:
     """A message's content as text: a string, null, or a list of OpenAI content parts."""
     if isinstance(content, list):
@@ -184,7 +196,8 @@ def encode_arguments_to_dsml(tool_call: Dict[str, Any]) -> Marked:
     arguments = tool_call["arguments"] or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            parsed = json.loads(arguments)
+            arguments = parsed if json_fits(parsed) else arguments
         except (ValueError, RecursionError):
             pass
     if not isinstance(arguments, dict):
@@ -241,7 +254,7 @@ def sort_tool_results_by_call_order(messages: List[dict]) -> List[dict]:
         if msg.get("role") == "assistant" and msg.get("tool_calls"):
             ids = [call.get("id") or call["function"].get("id") for call in msg["tool_calls"]]
             order = {call_id: i for i, call_id in enumerate(ids) if call_id}
-        elif msg.get("content_blocks") and order:
+        elif msg.get("role") == "user" and msg.get("content_blocks") and order:
             results = [block for block in msg["content_blocks"] if block["type"] == "tool_result"]
             results = iter(sorted(results, key=lambda block: order.get(block.get("tool_use_id"), 0)))
             msg["content_blocks"] = [next(results) if block["type"] == "tool_result" else block
@@ -284,6 +297,21 @@ def check_messages(messages: List[dict]) -> None:
                     isinstance(item, dict) and isinstance(item.get("function"), dict)
                     and isinstance(item["function"].get("name"), str) for item in items):
                 raise ValueError(f"{where}: {key} must be a list in OpenAI form, of named functions")
+        check_links(where, msg)
+
+
+def check_links(where: str, msg: dict) -> None:
+    """check_messages for what joins results to calls."""
+    calls = msg.get("tool_calls") or []
+    ids = [("id", part.get("id")) for call in calls for part in (call, call["function"])]
+    for key, value in [*ids, ("tool_call_id", msg.get("tool_call_id"))]:
+        if not isinstance(value, (str, int, type(None))):
+            raise ValueError(f"{where}: {key} must be text, not {value!r}")
+    blocks = msg.get("content_blocks") or []
+    if not isinstance(blocks, list) or not all(
+            isinstance(block, dict) and isinstance(block.get("type"), str) for block in blocks):
+        raise ValueError(f"{where}: content_blocks must be a list of objects with a type, not {blocks!r}; "
+                         "content is what is read")
 
 
 def render_extras(msg: dict) -> Marked:
@@ -447,27 +475,34 @@ def read_tag(text: str) -> Optional[Tag]:
     return MORE
 
 
-def outside_code(text: str) -> Tuple[str, bool]:
-    """Markdown text less its closed fences and inline code, and whether a fence is still open at its end."""
+def fence_after(fence: str, line: str) -> str:
+    """The mark of the code fence that is open after a line of Markdown, given the one before; "" for none."""
+    match = re.match(r"[ \t]*(`{3,}|~{3,})", line)
+    mark, rest = (match[1], line[match.end():]) if match else ("", line)
+    if fence:
+        return "" if mark.startswith(fence) and not rest.strip() else fence
+    return mark if mark and mark[0] not in rest else ""
+
+
+def outside_code(text: str) -> str:
+    """Markdown text less its closed fences and inline code."""
     kept, fenced, fence = [], [], ""
     for line in text.split("\n"):
-        match = re.match(r"[ \t]*(`{3,}|~{3,})", line)
-        mark, rest = (match[1], line[match.end():]) if match else ("", line)
-        if fence and mark.startswith(fence) and not rest.strip():
-            fenced, fence = [], ""
-        elif fence or not mark or mark[0] in rest:
-            (fenced if fence else kept).append(line)
+        before, fence = fence, fence_after(fence, line)
+        if before and not fence:
+            fenced = []
         else:
-            fenced, fence = [line], mark
-    return re.sub(r"`[^`\n]+`", "", "\n".join(kept + fenced)), bool(fence)
+            (fenced if fence else kept).append(line)
+    return re.sub(r"`[^`\n]+`", "", "\n".join(kept + fenced))
 
 
 def json_value(text: str) -> Optional[str]:
     """A parameter's value as JSON text: as written, or respelled from a Python literal, or None."""
-    def refuse(constant):
-        raise ValueError(constant)
+    def finite(number):     # JSON has neither NaN nor Infinity, which 1e999 would become
+        if not math.isfinite(float(number)):
+            raise ValueError(number)
     try:
-        json.loads(text, parse_constant=refuse)
+        json.loads(text, parse_constant=finite, parse_float=finite)
         return text
     except (ValueError, RecursionError):
         pass
@@ -488,6 +523,8 @@ class StreamParser:
     def __init__(self, thinking_mode: str):
         self.channel = "reasoning" if thinking_mode == "thinking" else "content"
         self.text = {"reasoning": "", "content": ""}    # what has been let out
+        # the length of its whole lines that are read, and the fence that is open after them
+        self.fences = {"reasoning": (0, ""), "content": (0, "")}
         self.rest = ""                                  # what is still to be read
         self.state: Callable[[], bool] = self._text
         self.at_end = False                             # no more text will come
@@ -518,7 +555,7 @@ class StreamParser:
             error = "the answer ended inside the reasoning, without " + thinking_end_token
         elif not error and self.rest.replace(eos_token, "").strip():
             error = "text after the end of the message was left out"
-        elif not error and LOOKALIKE.search(outside_code(content)[0]):
+        elif not error and LOOKALIKE.search(outside_code(content)):
             error = "this looks like a tool call but is not written as one; nothing was run"
         elif not (error or content.strip() or self.calls) and LOOKALIKE.search(reasoning):
             error = "a tool call inside the reasoning is not run"
@@ -667,9 +704,20 @@ class StreamParser:
 
     def _may_call(self, newlines: str) -> bool:
         """No call is read out of code, after a mistake, or out of reasoning that quoted a broken block."""
-        before = self.text[self.channel] + newlines
         drafted = self.drafted and self.channel == "reasoning"
-        return not (self.error or drafted or before.endswith("`") or outside_code(before)[1])
+        quoted = not newlines and self.text[self.channel].endswith("`")
+        return not (self.error or drafted or quoted or self._in_fence(newlines))
+
+    def _in_fence(self, newlines: str) -> bool:
+        """Whether a code fence is open after the text and newlines. Each whole line is read only once."""
+        text, (start, fence) = self.text[self.channel], self.fences[self.channel]
+        end = text.rfind("\n") + 1
+        for line in text[start:end].split("\n")[:-1]:
+            fence = fence_after(fence, line)
+        self.fences[self.channel] = end, fence
+        for line in (text[end:] + newlines).split("\n"):
+            fence = fence_after(fence, line)
+        return bool(fence)
 
     def _read_tag(self, text: str) -> Optional[Tag]:
         """read_tag; at the end of the answer nothing more can make a tag of the text."""
@@ -729,7 +777,9 @@ def sample(logits, temperature: float = 1.0, top_p: float = 1.0):
     if top_p < 1:
         # the nucleus: the likeliest tokens, until those before a token make up top_p
         ordered, order = probs.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(dim=-1) - ordered >= top_p] = 0
+        beyond = ordered.cumsum(dim=-1) - ordered >= top_p
+        beyond[..., 0] = False      # the likeliest always stays
+        ordered[beyond] = 0
         probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
     noise = torch.empty_like(probs).exponential_()
     return (probs / noise).argmax(dim=-1)
@@ -934,10 +984,30 @@ def load_tokenizer(ckpt_path: str):
 
 def check_checkpoint(ckpt_path: str, config: Optional[str]) -> None:
     """ValueError when files are missing or cut. Reads headers only."""
-    convert.read_config(ckpt_path, required=config is None)
-    if config is not None:
-        read_json(config, "--config")
-    convert.read_checkpoint(ckpt_path, int(os.getenv("RANK", "0")), int(os.getenv("WORLD_SIZE", "1")))
+    default_context(config_of(ckpt_path, config))
+    convert.read_checkpoint(ckpt_path, rank(), world_size())
+
+
+def config_of(ckpt_path: str, config: Optional[str]) -> dict:
+    """The file of --config when one is given, else the folder's config.json."""
+    own = convert.read_config(ckpt_path, required=config is None)
+    if config is None:
+        return own
+    given = read_json(config, "--config")
+    if not isinstance(given, dict):
+        raise ValueError(f"--config {config}: it holds no JSON object; give a checkpoint's config.json")
+    return given
+
+
+def default_context(config: dict) -> int:
+    """max_seq_len where nobody chose one."""
+    longest = config.get("max_position_embeddings")
+    if longest is None:
+        return DEFAULT_CONTEXT
+    if type(longest) is not int or longest < 1:     # True is an int, too
+        raise ValueError(f"the config's max_position_embeddings is {longest!r}, no positive whole number: "
+                         "correct it, or copy config.json again")
+    return min(DEFAULT_CONTEXT, longest)
 
 
 def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[str] = None, dtype=None,
@@ -949,14 +1019,14 @@ def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[st
     from model import ModelArgs, Transformer
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
-        local_rank = int(os.getenv("LOCAL_RANK", "0"))
+        local_rank = from_torchrun("LOCAL_RANK", 0)
         device = torch.device("cuda", local_rank if device.index is None else device.index)
         torch.cuda.set_device(device)
-    if int(os.getenv("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+    if world_size() > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    settings = read_json(config, "--config") if config else convert.read_config(ckpt_path)
+    settings = config_of(ckpt_path, config)
     if max_seq_len is None:
-        max_seq_len = min(DEFAULT_CONTEXT, settings.get("max_position_embeddings", DEFAULT_CONTEXT))
+        max_seq_len = default_context(settings)
     # the MTP block drafts tokens for a speculative decoder, which this is not
     args = ModelArgs.from_config(settings, max_seq_len=max_seq_len, max_batch_size=max_batch_size,
                                  n_mtp_layers=0)
@@ -1065,27 +1135,61 @@ class Screen:
 
 def run_tool(command: List[str], call: dict) -> str:
     """A program gets the call as JSON on stdin; its stdout is the result. The model is told what fails."""
-    name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-    request = to_json({"id": call["id"], "name": name, "arguments": arguments}) + "\n"
+    name = call["function"]["name"]
     try:
-        # a session of its own, so that a time limit or Ctrl-C ends its children as well
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, start_new_session=True)
+        arguments = json.loads(call["function"]["arguments"])
+        request = to_json({"id": call["id"], "name": name, "arguments": arguments}) + "\n"
+    except RecursionError:
+        return f"error: the arguments of {name} are nested too deeply"
+    try:
+        with tempfile.TemporaryFile() as file:      # not a pipe, which waits until the program reads it
+            file.write(request.encode("utf-8", "replace"))
+            file.seek(0)
+            # a session of its own, so that a time limit or Ctrl-C ends its children as well
+            process = subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       start_new_session=True)
     except OSError as error:
         return f"error: {command[0]} cannot be started: {error.strerror}"
-    try:
-        out, err = process.communicate(request.encode("utf-8", "replace"), timeout=TOOL_SECONDS)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return f"error: no result within {TOOL_SECONDS} seconds"
-        raise
+    with process.stdout, process.stderr:    # closed in the end, also where a descendant keeps them open
+        try:
+            out, err = tool_output(process)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return f"error: no result within {TOOL_SECONDS} seconds"
+            if isinstance(error, OverflowError):
+                return f"error: more than {TOOL_BYTES >> 20} MB of output"
+            raise
     if process.returncode:
         detail = err.decode("utf-8", "replace").strip()[-500:]
         return f"error: exit status {process.returncode}" + (f": {detail}" if detail else "")
     return out.decode("utf-8", "replace").removesuffix("\n")
+
+
+def tool_output(process: subprocess.Popen) -> Tuple[bytes, bytes]:
+    """stdout and the end of stderr; TimeoutExpired when they or the process do not end, OverflowError."""
+    end = time.monotonic() + TOOL_SECONDS
+    out, err = bytearray(), bytearray()
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(process.stdout, selectors.EVENT_READ, out)
+        waiting.register(process.stderr, selectors.EVENT_READ, err)
+        while waiting.get_map():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(process.args, TOOL_SECONDS)
+            for key, _ in waiting.select(left):
+                data = os.read(key.fd, 65536)
+                key.data.extend(data)
+                if not data:
+                    waiting.unregister(key.fileobj)
+            if len(out) > TOOL_BYTES:
+                raise OverflowError
+            del err[:-4096]
+    process.wait(max(end - time.monotonic(), 0))
+    return bytes(out), bytes(err)
 
 
 class Chat:
@@ -1162,28 +1266,31 @@ class Chat:
             note(str(self.session.stats))
 
     def answer(self, messages: List[dict]) -> Tuple[dict, str]:
-        """Answers and results of calls, appended to messages, until an answer calls nothing."""
+        """Answers and results of calls, appended to messages, until an answer calls nothing.
+
+        -> the last answer and how it ended, as complete says; "rounds" when calls did not come to an end."""
         for _ in range(MAX_TOOL_ROUNDS):
             message, how = self.complete(messages)
             messages.append(message)
             if not message["tool_calls"] or not (self.interactive or self.settings.tool_exec):
                 return message, how
             for call in message["tool_calls"]:
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": self.result_of(call)})
+                result = self.result_of(call, messages)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
         self.screen.note(f"[stopped: {MAX_TOOL_ROUNDS} answers in a row called tools]")
-        return message, how
+        return message, "rounds"
 
-    def result_of(self, call: dict) -> str:
-        """Run a call, or ask the person for its result."""
+    def result_of(self, call: dict, messages: List[dict]) -> str:
+        """Run a call of a tool that messages declare, or ask the person for its result."""
         name = call["function"]["name"]
         self.screen.note(f"{name} {call['function']['arguments']}")
-        declared = [tool["name"] for tool in tools_from_openai_format(self.settings.tools or [])]
-        if declared and name not in declared:
-            result = f"error: there is no tool {name}; there are {', '.join(declared)}"
+        declared = [tool["function"]["name"] for message in messages for tool in message.get("tools") or []]
+        if name not in declared and (declared or self.settings.tool_exec):      # people may make one up
+            result = f"error: there is no tool {name}; there are {', '.join(declared) or 'none'}"
         elif self.settings.tool_exec:
             result = run_tool(self.settings.tool_exec, call)
         else:
-            return self.read(f"result of {name}: ")
+            return self.read(f"result of {visible(name)}: ")
         self.screen.note("-> " + (result if len(result) <= 200 else result[:200] + " ..."))
         return result
 
@@ -1350,8 +1457,34 @@ def describe(error: Exception) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
+def from_torchrun(name: str, default: int) -> int:
+    """A number that torchrun puts into the environment."""
+    text = os.getenv(name, str(default))
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ValueError(f"{name} is {text!r}, no number: start with torchrun, or unset it to run alone")
+    return int(text)
+
+
 def world_size() -> int:
-    return int(os.getenv("WORLD_SIZE", "1"))
+    size = from_torchrun("WORLD_SIZE", 1)
+    if size < 1:
+        raise ValueError("WORLD_SIZE is 0: start with torchrun, or unset it to run alone")
+    return size
+
+
+def rank() -> int:
+    number, size = from_torchrun("RANK", 0), world_size()
+    if number >= size:
+        raise ValueError(f"RANK is {number}, but WORLD_SIZE is {size}: start with torchrun, or unset both to "
+                         "run alone")
+    return number
+
+
+def leave_ranks() -> None:
+    """End what load_model began with the other ranks: a process that leaves without that may be aborted."""
+    dist = sys.modules.get("torch.distributed")     # not imported here: wrong usage comes without torch
+    if dist and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def share(job: Any) -> Any:
@@ -1391,16 +1524,16 @@ def answer_file(model, tokenizer, prompts: List[str], settings: Settings) -> int
 
 
 def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
-    def number(kind, low, high, what):
+    def number(kind, limits, what):
         def read(text):
             value = kind(text)
-            if not low <= value <= high:        # also refuses nan
+            if not limits[0] <= value <= limits[1]:     # also refuses nan
                 raise ValueError
             return value
         read.__name__ = what                    # argparse says "invalid <what> value"
         return read
 
-    count = number(int, 1, 1 << 40, "positive whole number")
+    count = number(int, (1, 1 << 40), "positive whole number")
     parser = argparse.ArgumentParser(
         description="Chat with DeepSeek-V4. Without --prompt, --messages and --input-file: a chat when "
         "standard input is a terminal, else standard input is the prompt.")
@@ -1417,9 +1550,12 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--thinking-mode", choices=("chat", "thinking"), default="chat")
     parser.add_argument("--reasoning-effort", choices=("low", "high", "max"), help="when thinking")
     parser.add_argument("--max-new-tokens", type=count, default=4096, help="default: %(default)s")
-    parser.add_argument("--temperature", type=number(float, 0, 1e6, "temperature"), help="0: the likeliest")
-    parser.add_argument("--top-p", type=number(float, 1e-9, 1, "probability"), help="sample from the top")
-    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--temperature", type=number(float, SAMPLING["temperature"], "temperature"),
+                        help="0: the likeliest")
+    parser.add_argument("--top-p", type=number(float, SAMPLING["top_p"], "probability"),
+                        help="sample from the top")
+    parser.add_argument("--seed", type=number(int, (-1 << 63, (1 << 64) - 1), "64-bit whole number"),
+                        default=SEED)
     parser.add_argument("--max-seq-len", type=count, help="context, in tokens")
     parser.add_argument("--round-trips", default=",".join(ROUND_TRIPS), metavar="LIST",
                         help="roundings to simulate, of %(default)s; or none")
@@ -1448,17 +1584,44 @@ def read_text(path: str, flag: str) -> str:
 
 
 def read_json(path: str, flag: str) -> Any:
+    text = read_text(path, flag)
     try:
-        return json.loads(read_text(path, flag))
-    except json.JSONDecodeError as error:
+        value = json.loads(text)
+        fits = json_fits(value)
+    except RecursionError:
+        fits = False
+    except ValueError as error:     # of the syntax, or of a number with thousands of digits
         raise ValueError(f"{flag} {path}: it is no JSON ({error})") from None
+    if not fits:
+        raise ValueError(f"{flag} {path}: it is nested deeper than {MAX_NESTING} levels; make it flatter")
+    return value
+
+
+def sampling_of(args: argparse.Namespace) -> Dict[str, float]:
+    """temperature and top_p: of the command line, else of generation_config.json, else 1."""
+    path = os.path.join(args.ckpt_path, "generation_config.json")
+    file = read_json(path, "--ckpt-path") if os.path.exists(path) else {}
+    if not isinstance(file, dict):
+        raise ValueError(f"{path} holds no JSON object: copy it again, or remove it")
+    if not isinstance(file.get("do_sample"), (bool, type(None))):
+        raise ValueError(f"{path}: do_sample is {file['do_sample']!r}, neither true nor false: correct it")
+    found = {}
+    for key, (low, high) in SAMPLING.items():
+        found[key], value = getattr(args, key), file.get(key)
+        if found[key] is not None:
+            continue
+        if key == "temperature" and file.get("do_sample") is False:
+            value = 0.0
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and low <= value <= high):     # also refuses NaN
+            raise ValueError(f"{path}: {key} is {value!r}, no number from {low} to {high}: correct it, or "
+                             f"give --{key.replace('_', '-')}")
+        found[key] = 1.0 if value is None else value
+    return found
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The command line and what the checkpoint's folder says about sampling."""
-    path = os.path.join(args.ckpt_path, "generation_config.json")
-    sampling = read_json(path, "--ckpt-path") if os.path.exists(path) else {}
-    temperature = sampling.get("temperature", 1.0) if sampling.get("do_sample", True) else 0.0
     tools = read_json(args.tools, "--tools") if args.tools else None
     if isinstance(tools, dict):
         tools = tools.get("tools")
@@ -1468,12 +1631,11 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ValueError(f"--tool-exec: there is no program {tool_exec[0]}")
     if tool_exec and not (tools or args.messages):
         raise ValueError("--tool-exec runs what the model calls: say with --tools what it may call")
-    config = convert.read_config(args.ckpt_path, required=False)
+    config = config_of(args.ckpt_path, args.config)
     return Settings(
         max_new_tokens=args.max_new_tokens,
         thinking_mode=args.thinking_mode, reasoning_effort=args.reasoning_effort,
-        temperature=temperature if args.temperature is None else args.temperature,
-        top_p=sampling.get("top_p", 1.0) if args.top_p is None else args.top_p,
+        **sampling_of(args),
         efforts=REASONING_EFFORTS_0731 if convert.has_dspark(config) else REASONING_EFFORTS,
         system=args.system, tools=tools, tool_exec=tool_exec,
         hide_thinking=args.hide_thinking, quiet=args.quiet)
@@ -1498,6 +1660,17 @@ def one_shot_messages(args: argparse.Namespace) -> Optional[List[dict]]:
     return [{"role": "user", "content": prompt}]
 
 
+def file_prompts(path: str) -> List[str]:
+    """The prompts of --input-file."""
+    prompts = read_text(path, "--input-file").strip("\n").split("\n\n")
+    blank = next((number for number, prompt in enumerate(prompts, 1) if not prompt.strip()), None)
+    if not "".join(prompts).strip():
+        raise ValueError(f"--input-file {path}: it holds no prompt")
+    if blank:
+        raise ValueError(f"--input-file {path}: prompt {blank} is blank; put one empty line between prompts")
+    return prompts
+
+
 def run(args: argparse.Namespace) -> int:
     """Check everything that needs no torch, load, then chat or answer."""
     if args.ckpt_path == DEFAULT_CKPT and not os.path.isdir(DEFAULT_CKPT):
@@ -1507,13 +1680,13 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.ckpt_path)
     if tokenizer is None or tokenizer.token_to_id(eos_token) is None:
         raise ValueError(f"{args.ckpt_path} has no tokenizer.json of DeepSeek-V4: copy the published one")
-    rank = int(os.getenv("RANK", "0"))
-    messages = one_shot_messages(args) if rank == 0 else None
-    prompts = read_text(args.input_file, "--input-file").strip("\n").split("\n\n") if args.input_file else []
+    leads = rank() == 0
+    messages = one_shot_messages(args) if leads else None
+    prompts = file_prompts(args.input_file) if args.input_file is not None else []
     if messages:
         prompt_of(messages, settings)       # one that cannot be answered need not wait for the weights
 
-    screen, started = Screen(args.quiet or rank > 0), time.monotonic()
+    screen, started = Screen(args.quiet or not leads), time.monotonic()
 
     def progress(done: int, total: int) -> None:
         rate = round(done / max(time.monotonic() - started, 1e-9))
@@ -1528,7 +1701,7 @@ def run(args: argparse.Namespace) -> int:
     screen.progress("")
     if prompts:
         return answer_file(model, tokenizer, prompts, settings)
-    if rank > 0:
+    if not leads:
         return follow(model)
     chat = Chat(model, tokenizer, settings)
     if messages:
@@ -1547,16 +1720,20 @@ def one_shot(chat: Chat, messages: List[dict]) -> int:
     message, how = chat.answer(chat.opening(messages))
     if message["tool_calls"] and not chat.settings.tool_exec:
         print(to_json({"tool_calls": message["tool_calls"]}), flush=True)
-    return 130 if how == "interrupt" else 0
+    return {"interrupt": 130, "rounds": 1}.get(how, 0)
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Exit code: 0 done, 1 failed at run time, 2 wrong usage or files, 130 interrupted."""
-    if int(os.getenv("RANK", "0")) > 0:     # rank 0 does the talking; errors are anyone's
-        sys.stdout = open(os.devnull, "w")
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:      # closed by whoever started this
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+        getattr(sys, name).reconfigure(errors="replace")
+    leads = True
     try:
+        leads = rank() == 0
+        if not leads:       # rank 0 does the talking; errors are anyone's
+            sys.stdout = open(os.devnull, "w", encoding="utf-8", errors="replace")
         return run(parse_args(argv))
     except KeyboardInterrupt:
         print("\n[interrupted]", file=sys.stderr)
@@ -1565,9 +1742,11 @@ def main(argv: Optional[List[str]] = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if int(os.getenv("RANK", "0")) == 0 or not isinstance(error, ValueError):     # those all ranks have
+        if leads or not isinstance(error, ValueError):      # those all ranks have
             print(f"error: {describe(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+    finally:
+        leave_ranks()
 
 
 if __name__ == "__main__":

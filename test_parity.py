@@ -2595,6 +2595,287 @@ def test_conversion_streams(tmp_path, expert_dtype):
     assert peak < 150 and size > (.1e9 if expert_dtype else .25e9)
 
 
+# ---- what a restart keeps, and what it never writes through
+
+@pytest.mark.parametrize("name", [
+    "norm.weight", "layers.1.ffn.gate.bias", "layers.0.attn.attn_sink", "hc_head_scale",
+    "layers.1.attn.compressor.ape", "embed.weight", "layers.0.attn.wq_a.weight",
+    "layers.2.ffn.experts.3.w1.weight", "layers.2.ffn.experts.3.w1.scale", "layers.0.ffn.gate.tid2eid"])
+def test_another_checkpoint_is_not_kept(tmp_path, folder, capsys, name):
+    """One byte of one tensor is enough; the file of the rank that does not hold it is kept."""
+    assert convert_to(folder, tmp_path / "out", 2) == 0
+    tensors = random_tensors(FILES)
+    tensors[name] = tensors[name].clone()
+    tensors[name].view(torch.uint8).view(-1)[-1] ^= 1
+    other = write_folder(tmp_path / "other", FILES, tensors)
+    capsys.readouterr()
+    assert convert_to(other, tmp_path / "out", 2) == 0
+    one_rank = name in ("embed.weight", "layers.0.attn.attn_sink") or ".experts." in name
+    assert capsys.readouterr().err.count("it is whole") == one_rank
+    assert verify(other, tmp_path / "out") == 0
+
+
+def test_a_restart_reads_little(tmp_path, folder, monkeypatch, capsys):
+    """Of a large tensor its first rows are compared, of a tensor that was cast or dequantised nothing."""
+    monkeypatch.setattr(convert, "PEEK", 100)
+    assert convert_to(folder, tmp_path / "out", 2, "fp8") == 0
+    read, byte_rows = [], convert._byte_rows
+
+    def recorded(stored, step):
+        rows = next(byte_rows(stored, step))
+        read.append(rows.nbytes)
+        assert rows.nbytes <= max(100, stored.nbytes // np.prod(stored.local_shape[:-1], dtype=int))
+        yield rows
+    monkeypatch.setattr(convert, "_byte_rows", recorded)
+    capsys.readouterr()
+    assert convert_to(folder, tmp_path / "out", 2, "fp8") == 0
+    assert capsys.readouterr().err.count("it is whole") == 2 and read
+
+
+def test_the_source_is_never_written_to(tmp_path, folder):
+    source, out = tmp_path / "published", tmp_path / "out"
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    out.mkdir()
+    (out / "config.json").symlink_to(source / "config.json")
+    os.link(source / "tokenizer.json", out / "tokenizer.json")
+    shard = source / "model-00001-of-00003.safetensors"
+    (out / "model0-mp1.safetensors.part").symlink_to(shard)
+    (out / "model0-mp1.safetensors").symlink_to(shard)
+    assert convert_to(folder, out) == 0 and verify(folder, out) == 0
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    assert not (out / "model0-mp1.safetensors").is_symlink()
+    assert sorted(os.listdir(out)) == ["config.json", "model0-mp1.safetensors", "tokenizer.json"]
+    # nor any other checkpoint
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text("{}")
+    for make in (os.symlink, os.link):
+        os.remove(out / "config.json")
+        make(foreign, out / "config.json")
+        assert convert_to(folder, out) == 0 and foreign.read_text() == "{}"
+        assert (out / "config.json").read_bytes() == before["config.json"]
+
+
+def test_two_runs_into_one_folder(tmp_path, folder, monkeypatch, capsys):
+    """The second takes the name: the first must not give the second's unfinished file its name."""
+    part, made = tmp_path / "out" / "model0-mp1.safetensors.part", convert.converted_tensors
+
+    def overtaken(*args):
+        yield from made(*args)
+        part.unlink()
+        part.write_bytes(b"the second's")
+    monkeypatch.setattr(convert, "converted_tensors", overtaken)
+    assert convert_to(folder, tmp_path / "out") == 2
+    assert "was taken by another run: let one at a time" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == [part.name] and part.read_bytes() == b"the second's"
+
+
+# ---- headers, indices and configs that are not what they should be
+
+def with_header(folder, tmp_path, capsys, change):
+    """The sentence for a file whose header is changed; loading and conversion say the same."""
+    path = os.path.join(folder, "model-00002-of-00003.safetensors")
+    raw = open(path, "rb").read()
+    length, = struct.unpack("<Q", raw[:8])
+    header = change(json.loads(raw[8:8 + length]))
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    open(path, "wb").write(struct.pack("<Q", len(header)) + header + raw[8 + length:])
+    message = refused(folder)
+    assert convert_to(folder, tmp_path / "out") == 2 and not (tmp_path / "out").exists()
+    assert capsys.readouterr().err == f"convert.py: {message}\n" and "model-00002-of-00003" in message
+    assert len(message) < 1000
+    open(path, "wb").write(raw)
+    return message
+
+
+def first_two(header):
+    """The two float32 tensors of a header that come first in the file."""
+    names = sorted((name for name in header if header[name]["dtype"] == "F32"),
+                   key=lambda name: header[name]["data_offsets"])
+    return header[names[0]], header[names[1]]
+
+
+def overlapping(header):
+    a, b = first_two(header)
+    b["data_offsets"] = [at - 4 for at in b["data_offsets"]]
+    return header
+
+
+def gappy(header):
+    last = max(header.values(), key=lambda entry: entry["data_offsets"])
+    last["data_offsets"] = [at + 64 for at in last["data_offsets"]]
+    return header
+
+
+def on_top(header):
+    """Two tensors of one size in one place: the sum of the sizes no longer fits, the last end does."""
+    entry = next(iter(header.values()))
+    return header | {"again": dict(entry)}
+
+
+def late(header):
+    for entry in header.values():
+        entry["data_offsets"] = [at + 8 for at in entry["data_offsets"]]
+    return header
+
+
+def test_tensors_must_tile_the_file(tmp_path, folder, capsys):
+    for change in (overlapping, gappy, on_top, late):
+        assert "is cut or damaged" in with_header(folder, tmp_path, capsys, change)
+    assert loaded(folder)
+
+
+def f32(shape, offsets):
+    return {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+
+
+WRONG_ENTRIES = [
+    *(f32([1], [0, 4]) | {"dtype": dtype} for dtype in ([], None, 5, "F" * 9999)),
+    *(f32(shape, [0, 1]) | {"dtype": "F4"} for shape in ([], [3])),
+    *(f32(shape, [0, 4]) for shape in ([1.0], [-1, -1], [True], ["1"], [[1]], [None], "1", None, {}, 1)),
+    *(f32([1], at) for at in ([0.0, 4.0], [.5, 4.5], [-4, 0], [False, 4], ["0", "4"], [0, 4, 8], [4], [],
+                              None, "04", {"0": 4}, [0, float("inf")], [0, None])),
+    f32([-1], [4, 0]), f32([10**4000, 10**4000, 0], [0, 0]), {}, None, "x", 5, [1, 2, 3]]
+
+
+def test_header_entry_of_a_wrong_kind(tmp_path, folder, capsys):
+    for entry in WRONG_ENTRIES:
+        message = with_header(folder, tmp_path, capsys, lambda header: header | {"odd": entry})
+        assert "odd" in message and ("download it" in message or "use the published one" in message), entry
+
+
+def test_header_of_a_wrong_kind(tmp_path, folder, capsys):
+    nothing = f32([0], [0, 0])
+    digits = b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}'
+    deep = [b'{"a":' + b"[" * n + b"]" * n + b"}" for n in (10, 500, 900, *range(930, 1000, 5))]
+    for header in (b"[" * 200000, b'{"a":' * 100000, b'{"\xff":1}', b"50", b"null", b'"text"', digits, *deep,
+                   {"a\nb": nothing}, {"a\ud800": nothing}, {"a\0": nothing}):
+        message = with_header(folder, tmp_path, capsys, lambda _: header)
+        assert "is no safetensors file" in message, header[:99]
+
+
+def test_header_that_is_too_long(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "p", FILES, random_tensors(FILES))
+    monkeypatch.setattr(convert, "MAX_HEADER", 1000)
+    assert "is no whole safetensors file" in refused(folder)
+
+
+def test_odd_names_are_unexpected(tmp_path):
+    """Names with more digits than Python reads, or too few parts; tensors without the dimension to split."""
+    names = ["layers.7.ffn.experts." + "9" * 5000 + ".w1.weight", "mtp.", "", "weight", ".scale",
+             "layers.7.attn.wo_b.weight"]
+    odd = {name: torch.zeros(2) for name in names} | {"layers.7.attn.attn_sink": torch.tensor(0.)}
+    folder = write_folder(tmp_path / "p", FILES, random_tensors(FILES) | odd)
+    assert "7 unexpected: , .scale, layers.7.attn.attn_sink, layers.7.attn.wo_b.weight" in refused(folder)
+    assert odd.keys() <= convert.read_checkpoint(folder, 1, 2).keys() | {names[0]}
+    save_file({"mtp." + "9" * 5000 + ".x": torch.zeros(2)}, os.path.join(folder, "more.safetensors"))
+    assert "has no MTP block" in refused(folder)     # it counts as a draft stage
+
+
+WRONG_NUMBERS = ("512", None, [], {}, -1, 1.5, 64.0, True, float("nan"), 1 << 80, 10**4000)
+
+
+def config_refused(folder, capsys, config):
+    """What --inventory and conversion say about a config.json: one sentence, the same."""
+    text = config if isinstance(config, bytes) else json.dumps(config).encode()
+    (folder / "config.json").write_bytes(text)
+    said = []
+    for command in (lambda: run("--inventory", folder), lambda: convert_to(folder, folder / "out", 2)):
+        assert command() == 2
+        output = capsys.readouterr()
+        assert output.out == "" and output.err.count("\n") == 1 and len(output.err) < 400
+        said.append(output.err)
+    assert said[0] == said[1]
+    return said[0]
+
+
+def test_config_number_of_a_wrong_kind(tmp_path, capsys):
+    for key in convert.CONFIG_KEYS:
+        if key != "compress_ratios":
+            zero = () if key in ("num_hash_layers", "num_nextn_predict_layers") else (0,)
+            for value in (*WRONG_NUMBERS, *zero):
+                said = config_refused(tmp_path, capsys, FILES | {key: value})
+                assert f"config.json says {key} " in said and "it must be a whole number" in said
+
+
+@pytest.mark.parametrize("key, values", [
+    ("compress_ratios", ("0123", None, 5, {}, True, *([0, 4, bad, 0] for bad in WRONG_NUMBERS))),
+    ("architectures", (5, "DeepseekV4ForCausalLM", "", {}, {"a": 1}, True, False, [5], [None])),
+    ("quantization_config", ("fp8", "", 5, 0, [], ["fp8"], True, False)),
+    ("scale_fmt", ("float", [], 5, "")),
+    ("expert_dtype", (5, 0, "", [], {}, True, False, "int4")), ("model_type", (5, None, [], "x" * 9999))])
+def test_config_value_of_a_wrong_kind(tmp_path, capsys, key, values):
+    for value in values:
+        change = {"quantization_config": {key: value}} if key == "scale_fmt" else {key: value}
+        assert f"config.json says {key} " in config_refused(tmp_path, capsys, FILES | change)
+        with pytest.raises(convert.CheckpointError):
+            convert.read_config(str(tmp_path))
+        if key != "model_type":
+            with pytest.raises(convert.CheckpointError, match=f"says {key} "):
+                convert.inventory(FILES | change)
+
+
+@pytest.mark.parametrize("key", ["architectures", "quantization_config", "vocab_size", "model_type"])
+def test_json_that_is_deeply_nested(tmp_path, capsys, key):
+    """From what Python reads, where the key is named, to what it does not."""
+    text = json.dumps(FILES)[:-1] + f', "{key}": '
+    for depth in (10, 500, 900, *range(930, 1000), 3000, 10000, 200000):
+        (tmp_path / "config.json").write_text(text + "[" * depth + "]" * depth + "}")
+        for command in (lambda: run("--inventory", tmp_path), lambda: convert_to(tmp_path, tmp_path / "out")):
+            assert command() == 2
+            said = capsys.readouterr().err
+            assert f"config.json says {key} [[" in said or (depth > 500 and "is not JSON" in said)
+    assert "is not JSON" in said and "download it again" in said and said.count("\n") == 1
+
+
+def test_config_values_are_checked_where_only_they_are_used(folder):
+    """Loading does without most keys, but not with a wrong one."""
+    path = os.path.join(folder, "config.json")
+    for key in ("n_routed_experts", "num_nextn_predict_layers"):
+        open(path, "w").write(json.dumps({"model_type": "deepseek_v4", key: "4"}))
+        assert f"says {key} '4': it must be a whole number" in refused(folder)
+
+
+def test_index_names_files_beside_it(tmp_path, folder, capsys):
+    index = os.path.join(folder, "model.safetensors.index.json")
+    weight_map = json.load(open(index))["weight_map"]
+    for name in ("../x.safetensors", "/etc/x.safetensors", "a/../../x", "a/x.safetensors", "..", ".", "",
+                 "./model.safetensors", "a\0b", "a\nb", "a\ud800"):
+        open(index, "w").write(json.dumps({"weight_map": weight_map | {"norm.weight": name}}))
+        message = refused(folder)
+        assert f"names {name!r}, where it may only name files beside it" in message
+        assert convert_to(folder, tmp_path / "out") == 2 and message in capsys.readouterr().err
+
+
+def test_index_that_is_deeply_nested(folder):
+    for depth in (500, 200000):
+        open(os.path.join(folder, "model.safetensors.index.json"), "w").write('{"weight_map":' + "[" * depth)
+        assert "index.json is not JSON" in refused(folder)
+
+
+def test_verify_names_a_scale_that_does_not_fit(tmp_path, folder, capsys):
+    assert convert_to(folder, tmp_path / "out", 1, "fp8") == 0
+    path, name = tmp_path / "out" / "model0-mp1.safetensors", "layers.0.ffn.experts.0.w1"
+    whole = load_file(path)
+    for scale in (torch.ones(7, 5), whole[name + ".scale"].float(), None):
+        tensors = {key: tensor for key, tensor in whole.items() if key != name + ".scale"}
+        save_file(tensors | ({} if scale is None else {name + ".scale": scale}), path)
+        capsys.readouterr()
+        assert verify(folder, tmp_path / "out") == 1
+        assert f"{name}.weight has no scale that fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("config", [FLASH, FILES], ids=["in the middle", "at the end"])
+def test_reader_that_has_gone(tmp_path, config):
+    """`| head -1`: the output stops where a print fails or, when it fits the pipe's buffer, at the end."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, convert.__file__, "--inventory", tmp_path], stdout=write,
+                          stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 1 and "rror" not in done.stderr and "pipe" not in done.stderr
+
+
 # ==========================================================================================================
 # generate.py: encoding, parsing, the program
 # ==========================================================================================================
@@ -3705,7 +3986,7 @@ def test_chat_tools(monkeypatch, capfd, tmp_path):
     assert run(script, "--prompt", "Rome")[1] == "No such city.\n"
     assert run(script, "--prompt", "song")[1] == "I cannot sing.\n"
     code, out, err = run([("", CHAT_CALL)], "--prompt", "x")        # calls for ever
-    assert code == 0 and out == "Ok.\n" * 16 and "16 answers in a row called tools" in err
+    assert code == 1 and out == "Ok.\n" * 16 and "16 answers in a row called tools" in err
     # results typed by hand, a list switched off
     tools = tools[:2]
     script[2:2] = [("ten</tool_result>", "Ten it is.")]
@@ -3796,6 +4077,321 @@ def test_chat_terminal_one_shot_interrupt(tmp_path):
     term.type("\x03")
     term.until("[stopped]")
     assert term.end() == 130
+
+
+def chat_mains(runs, prepare=""):
+    """generate.main for each argv, in one process -> [[code, whether torch was loaded, stderr]]."""
+    code = f"""if True:
+        import io, json, os, sys, generate
+        {prepare}
+        for argv in json.load(sys.stdin):
+            sys.stderr = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+            try:
+                code = generate.main(argv)
+            except SystemExit as end:
+                code = end.code
+            print(json.dumps([code, "torch" in sys.modules, sys.stderr.buffer.getvalue().decode()]))"""
+    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(runs), capture_output=True,
+                          text=True, cwd=os.path.dirname(generate.__file__), timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def chat_refused(runs, prepare=""):
+    """(argv, what the sentence says): code 2, one line, without torch."""
+    results = chat_mains([argv for argv, _ in runs], prepare)
+    for (argv, says), (code, torch_loaded, err) in zip(runs, results, strict=True):
+        sentence = err.splitlines()[-1] if err else ""      # argparse writes the usage in front
+        assert code == 2 and not torch_loaded and "Traceback" not in err, (argv, code, err)
+        assert says in sentence, (argv, err)
+
+
+def test_chat_config_values(tmp_path):
+    """Bad values in generation_config.json, config.json and --config: a sentence that names file and key."""
+    runs = []
+
+    def folder(name, file, text):
+        path = chat_folder(tmp_path / name)
+        (tmp_path / name / file).write_text(text)
+        return ["--ckpt-path", path, "--prompt", "hi"]
+
+    texts = ["[]", "5", "null", '{"top_p": 0}', '{"top_p": -1}', '{"top_p": 1.5}', '{"top_p": "1"}',
+             '{"temperature": NaN}', '{"temperature": -1}', '{"temperature": "hot"}', '{"temperature": true}',
+             '{"temperature": []}', '{"temperature": Infinity}', '{"do_sample": "no"}', "[" * 100_000, "{",
+             "1" * 5000]
+    for i, text in enumerate(texts):
+        key = re.search(r"[a-z_]{5,}", text.replace("null", ""))
+        says = f"generation_config.json: {key[0]} is " if key else "generation_config.json"
+        runs.append((folder(f"g{i}", "generation_config.json", text), says))
+    for i, text in enumerate(['"long"', "1.5", "0", "-1", "true", "[]", "NaN"]):
+        text = f'{{"max_position_embeddings": {text}}}'
+        runs.append((folder(f"c{i}", "config.json", text), "max_position_embeddings is"))
+    for i, text in enumerate(["[]", "5", "null", '"a"', "[" * 100_000, "{"]):
+        (tmp_path / f"config{i}.json").write_text(text)
+        runs.append((["--ckpt-path", chat_folder(tmp_path / "ok"), "--prompt", "hi",
+                      "--config", f"{tmp_path}/config{i}.json"], f"--config {tmp_path}/config{i}.json: it "))
+    chat_refused(runs)
+
+
+def test_chat_config_defaults(tmp_path):
+    """null is the default, a flag counts more than a bad file, and --config is what is read of a model."""
+    folder = chat_folder(tmp_path)
+    of = lambda *argv: generate.settings_of(generate.parse_args(["--ckpt-path", folder, *argv]))
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"do_sample": null, "temperature": null, "top_p": null}')
+    assert (of().temperature, of().top_p) == (1.0, 1.0)
+    file.write_text('{"do_sample": false, "temperature": 0.7}')
+    assert (of().temperature, of("--temperature", "0.5").temperature) == (0.0, 0.5)
+    file.write_text('{"top_p": 0, "temperature": "hot"}')
+    settings = of("--top-p", "0.5", "--temperature", "2")
+    assert (settings.temperature, settings.top_p) == (2.0, 0.5)
+    file.unlink()
+    config = tmp_path / "other.json"
+    config.write_text('{"model_type": "deepseek_v4", "dspark_steps": 3}')
+    assert of("--config", str(config)).efforts == generate.REASONING_EFFORTS_0731
+    (tmp_path / "config.json").unlink()
+    assert of("--config", str(config)).efforts == generate.REASONING_EFFORTS_0731
+    for config, context in (({}, generate.DEFAULT_CONTEXT), ({"max_position_embeddings": 100}, 100),
+                            ({"max_position_embeddings": None}, generate.DEFAULT_CONTEXT),
+                            ({"max_position_embeddings": 1 << 60}, generate.DEFAULT_CONTEXT)):
+        assert generate.default_context(config) == context
+
+
+def test_chat_sample_keeps_one():
+    """The likeliest token stays whatever top_p is."""
+    logits = torch.tensor([[0.0, 3.0, 1.0]]).expand(200, 3)
+    for top_p in (0.0, -1.0, 1e-30):
+        assert sample(logits, 1.0, top_p).unique().tolist() == [1]
+
+
+def test_chat_misuse_of_flags(tmp_path):
+    """Flags, files of flags and torchrun's variables that make no sense."""
+    folder = chat_folder(tmp_path / "ckpt")
+    base = ["--ckpt-path", folder]
+    says = "--seed: invalid 64-bit whole number value: "
+    runs = [([*base, "--prompt", "hi", "--seed", seed], says + repr(seed))
+            for seed in (str(1 << 64), str(-(1 << 63) - 1), "1.5", "x")]
+    for i, (text, says) in enumerate([("", "it holds no prompt"), ("\n\n \n\n", "it holds no prompt"),
+                                      ("a\n\n \n\nb", "prompt 2 is blank"),
+                                      ("a\n\n\n\nb\n", "prompt 2 is blank")]):
+        (tmp_path / f"in{i}.txt").write_text(text)
+        runs.append(([*base, "--input-file", f"{tmp_path}/in{i}.txt"], f"in{i}.txt: {says}"))
+    for i, depth in enumerate((300, 990, 100_000)):
+        (tmp_path / f"deep{i}.json").write_text('{"messages": ' + "[" * depth + "]" * depth + "}")
+        for flag in ("--messages", "--tools", "--config"):
+            prompt = [] if flag == "--messages" else ["--prompt", "hi"]
+            runs.append(([*base, *prompt, flag, f"{tmp_path}/deep{i}.json"], f"deep{i}.json: it is nested"))
+    chat_refused(runs)
+    for variables, says in (
+            ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0"), ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+            ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1'"), ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+            ({"RANK": "x"}, "RANK is 'x'"), ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK is 3")):
+        chat_refused([([*base, "--prompt", "hi"], says)], f"os.environ.update({variables!r})")
+
+
+def test_chat_message_links():
+    """Ids and content_blocks of a wrong type: a sentence that names the message; odd ones that fit pass."""
+    def changed(number, **keys):
+        messages = chat_history(("a", "f", {}), results=[("a", "1")])
+        messages[number - 1].update(keys)
+        return messages
+
+    call = lambda **keys: [{"function": {"name": "f", "arguments": "{}"}, **keys}]
+    bad = [(2, dict(tool_calls=call(id=[])), "id"), (2, dict(tool_calls=call(id={"a": 1})), "id"),
+           (2, dict(tool_calls=[{"function": {"name": "f", "id": []}}]), "id"),
+           (3, dict(tool_call_id=["a"]), "tool_call_id"), (3, dict(tool_call_id={}), "tool_call_id"),
+           *[(n, dict(content_blocks=blocks), "content_blocks") for n in (1, 2, 3)
+             for blocks in (5, "text", {"type": "text"}, ["text"], [{}], [{"type": []}])]]
+    for number, keys, name in bad:
+        with pytest.raises(ValueError, match=rf"^message {number} \(\w+\): {name} must be"):
+            encode_messages(changed(number, **keys), "chat")
+    plain = encode_messages(changed(1), "chat")
+    for keys in (dict(content_blocks=None), dict(content_blocks=[]), dict(content_blocks=[{"type": "x"}])):
+        for number in (1, 2, 3):
+            assert encode_messages(changed(number, **keys), "chat") == plain
+    assert encode_messages(changed(2, tool_calls=call(id=1)), "chat") == plain
+    for depth in (10, 300, *range(900, 1000), 100_000):     # deep arguments stay the text that they are
+        deep = '{"a": ' + "[" * depth + "]" * depth + "}"
+        calls = [{"function": {"name": "f", "arguments": deep}}]
+        prompt = encode_messages(changed(2, tool_calls=calls), "chat")
+        assert (deep if depth > 10 else deep[6:-1]) in prompt
+
+
+@pytest.mark.parametrize("closed, code", [("<&-", 2), (">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 2),
+                                          (">&- 2>&-", 0)])
+def test_chat_closed_streams(tmp_path, closed, code):
+    """A standard stream that is closed is an empty input, or output that nobody reads."""
+    argv = ["--quiet", "--ckpt-path", chat_folder(tmp_path / "ckpt"), *([] if code else ["--prompt", "hi"])]
+    program = (f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}; import generate\n"
+               f"if {not code}: generate.run = lambda args: 0 * len(print('Hi') or sys.stdin.read())\n"
+               f"code = generate.main({argv!r}); print('said'); open({str(tmp_path / 'code')!r}, 'w')"
+               ".write(str(code) + str('torch' in sys.modules))")
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program],
+                          capture_output=True, text=True, timeout=60)
+    assert (tmp_path / "code").read_text() == f"{code}False", done.stderr
+    assert "Traceback" not in done.stderr
+    assert code == 0 or "2>&-" in closed or "prompt is empty" in done.stderr
+
+
+# ---- tools that misbehave ----
+
+def test_chat_undeclared_tools(monkeypatch, capfd, tmp_path):
+    """--tool-exec runs what --tools or the conversation declares, and nothing else."""
+    ran = tmp_path / "ran"
+    (tmp_path / "tool.sh").write_text(f"echo x >> {ran}\necho done\n")
+    script = [("there is no tool", "No."), ("done</tool_result>", "Done."), ("time", CHAT_CALL)]
+    other, same = chat_tool("other"), chat_tool("get_time")
+    user = {"role": "user", "content": "time"}
+    (tmp_path / "tools.json").write_text(json.dumps([other]))
+    for asked, flag, runs in (
+            ({"messages": [user]}, False, False), ({"messages": [user], "tools": [other]}, False, False),
+            ({"messages": [user], "tools": [same]}, False, True),
+            ({"messages": [{"role": "system", "tools": [same]}, user]}, False, True),
+            ({"messages": [{**user, "role": "developer", "tools": [same]}]}, False, True),
+            ({"messages": [{**user, "role": "developer", "tools": [same]}]}, True, True),
+            ({"messages": [{**user, "role": "developer", "tools": [other]}]}, True, False)):
+        (tmp_path / "asked.json").write_text(json.dumps(asked))
+        tools = ["--tools", f"{tmp_path}/tools.json"] if flag else []
+        argv = ["--messages", f"{tmp_path}/asked.json", "--tool-exec", f"sh {tmp_path}/tool.sh", *tools]
+        code, out, err = chat_run(monkeypatch, capfd, tmp_path, script, *argv)
+        assert (code, out.splitlines()[-1], ran.exists()) == (0, "Done." if runs else "No.", runs), asked
+        there = "other" if "other" in str(asked) else "none"
+        assert runs or f"there is no tool get_time; there are {there}" in err
+        ran.unlink(missing_ok=True)
+
+
+def test_chat_tool_rounds(monkeypatch, capfd, tmp_path):
+    """A one shot that only calls tools has no answer: its note, and code 1."""
+    monkeypatch.setattr(generate, "MAX_TOOL_ROUNDS", 2)
+    (tmp_path / "tools.json").write_text(json.dumps([chat_tool("get_time")]))
+    tools = ["--tools", f"{tmp_path}/tools.json", "--tool-exec", "true"]
+    code, out, err = chat_run(monkeypatch, capfd, tmp_path, [("", CHAT_CALL)], "--prompt", "x", *tools)
+    assert code == 1 and out == "Ok.\n" * 2 and "[stopped: 2 answers in a row called tools]" in err
+    code, out, err = chat_run(monkeypatch, capfd, tmp_path, [("y", "Yes"), ("", CHAT_CALL)], "--interactive",
+                              *tools, stdin="x\ny\n")
+    assert code == 0 and out.endswith("Yes\n")      # a chat goes on
+
+
+CHAT_AWAY = ("import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; "
+             "time.sleep(4)'], start_new_session=True); ")
+
+
+def test_chat_tool_keeps_pipes(monkeypatch):
+    """The time limit and Ctrl-C hold also when a descendant that cannot be killed keeps the pipes open."""
+    call = {"id": "call_0", "function": {"name": "f", "arguments": "{}"}}
+    monkeypatch.setattr(generate, "TOOL_SECONDS", 0.5)
+    for then in ("time.sleep(60)", "os.close(1); os.close(2)", ""):
+        started = time.monotonic()
+        result = generate.run_tool([sys.executable, "-c", CHAT_AWAY + then], call)
+        assert result == "error: no result within 0.5 seconds" and time.monotonic() - started < 3
+    monkeypatch.setattr(generate, "TOOL_SECONDS", 60)
+    program = (f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}; import generate\n"
+               f"print('go', flush=True); generate.run_tool({[sys.executable, '-c', CHAT_AWAY]!r}, {call!r})")
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, "
+                           "signal.default_int_handler)\n" + program], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        time.sleep(0.5)
+        started = time.monotonic()
+        process.send_signal(2)
+        process.wait(10)
+        assert process.returncode and time.monotonic() - started < 2
+
+
+def test_chat_tool_floods(monkeypatch):
+    """Output without end is cut off early; noise on stderr harms nobody; large input and output are whole."""
+    call = {"id": "call_0", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 300_000})}}
+    monkeypatch.setattr(generate, "TOOL_SECONDS", 20)
+    started = time.monotonic()
+    assert generate.run_tool(["yes"], call) == "error: more than 1 MB of output"
+    assert generate.run_tool(["sh", "-c", "yes & yes"], call) == "error: more than 1 MB of output"
+    assert time.monotonic() - started < 5
+    assert generate.run_tool(["sh", "-c", "yes | head -c 3000000 >&2; echo ok"], call) == "ok"
+    noisy = "yes | head -c 3000000 >&2; echo no >&2; exit 3"
+    assert generate.run_tool(["sh", "-c", noisy], call).endswith("no")
+    assert json.loads(generate.run_tool(["cat"], call))["arguments"] == {"a": "x" * 300_000}
+    assert len(generate.run_tool(["head", "-c", str(generate.TOOL_BYTES), "/dev/zero"], call)) == 1 << 20
+    assert generate.run_tool(["true"], call) == ""      # reads nothing
+
+
+def test_chat_deep_arguments():
+    """Arguments nested as deep as the parser can read reach the tool, or the model is told."""
+    for depth in (10, 400, *range(900, 1000)):
+        message = parse_message_from_completion_text(
+            chat_around(f'<{CHAT_DSML}parameter name="a" string="false">{"[" * depth}{"]" * depth}'
+                        f"</{CHAT_DSML}parameter>"), "chat")
+        for call in message["tool_calls"]:
+            result = generate.run_tool(["cat"], call) if depth < 900 or depth > 950 else "{"
+            assert result.startswith(("{", "error: the arguments of f are nested too deeply"))
+        encode_messages([{"role": "user", "content": "q"}, message, {"role": "tool", "content": ""}], "chat")
+
+
+def test_chat_infinite_arguments():
+    """What JSON cannot spell is no JSON: 1e999 would become Infinity."""
+    for value in ("1e999", "-1e999", "[1, 1e999]", '{"a": 1e400}', "Infinity", "-Infinity", "NaN", "[NaN]"):
+        assert generate.json_value(value) is None
+        content, _, calls, error = chat_parse(chat_around(chat_parameter("a", value, "false")))
+        assert not calls and "is not valid JSON" in error and value in content
+    for value in ("1e308", "-1.5", "[1e-999]", '"1e999"', "0.1e1"):
+        assert generate.json_value(value) == value
+
+
+def test_chat_typed_result_prompt(tmp_path):
+    """Escapes in a tool's name do not reach the terminal by the prompt for its result."""
+    script = [("noon</tool_result>", "Noon."), ("time", chat_block(("a\x1b]0;b\x07", {})))]
+    term = ChatTerminal(tmp_path, script, "--quiet")
+    term.until(">>> ")
+    term.type("time\n")
+    seen = term.until("result of a␛]0;b␇: ")
+    assert "\x1b]0;" not in seen
+    term.type("noon\n")
+    term.until("Noon.")
+    term.until(">>> ")
+    term.type("\x04")
+    assert term.end() == 0
+
+
+# ---- code fences ----
+
+def test_chat_fences_one_by_one():
+    """Whether a call is in code, asked at each place while text comes in, is what the whole text says."""
+    rng = random.Random(12)
+    lines = ["```", "```py", "~~~", "````", "a", "", "  ```", "`` ` ``", "``` a`", "~~~ b~", "```  "]
+    for _ in range(300):
+        parser, text = StreamParser("chat"), ""
+        for _ in range(rng.randrange(1, 12)):
+            piece = rng.choice(lines) + rng.choice(["\n", "\n", "", "\n\n"])
+            parser._show(piece)
+            text += piece
+            newlines, fence = rng.choice(["", "\n", "\n\n"]), ""
+            for line in (text + newlines).split("\n"):
+                fence = generate.fence_after(fence, line)
+            assert parser._in_fence(newlines) == bool(fence), text
+
+
+def test_chat_many_quoted_blocks():
+    """Time grows with the length of an answer, not with its square."""
+    text = f"Look:\n\n```\n{CHAT_F}\n```\n" * 4000
+    started = time.monotonic()
+    assert chat_parse(text) == (text, "", [], None)
+    assert chat_parse(text + "</think>x", "thinking") == ("x", text, [], None)
+    assert time.monotonic() - started < 10
+
+
+def test_chat_torchrun_ends(tmp_path):
+    """The group of ranks is left however a run ends: without that a process may abort at its end."""
+    program = (f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}\n"
+               "import torch.distributed as dist, generate\n"
+               "def run(args):\n"
+               f"    dist.init_process_group('gloo', 'file://{tmp_path}/group', rank=0, world_size=1)\n"
+               "    if how: raise how\n"
+               "    return 0\n"
+               "generate.run, codes = run, []\n"
+               "for how in (None, ValueError('a'), RuntimeError('b'), KeyboardInterrupt()):\n"
+               "    codes.append((generate.main(['--prompt', 'hi']), dist.is_initialized()))\n"
+               "print(codes)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[(0, False), (2, False), (1, False), (130, False)]\n", done.stderr
 
 
 # ==========================================================================================================
