@@ -8,9 +8,9 @@
     python test_parity.py kernels                      on a GPU: checks and times them at Flash's shapes
     python test_parity.py vendor --vendor-dir DIR      beside the vendor's model.py, in its inference folder
 
-Every comparison names its oracle. There are four that nobody here wrote into the engine:
-- the NumPy reference below. It was written from the vendor's files by somebody who had not seen model.py,
-  reads published checkpoints by itself and computes all positions at once, without caches;
+Every comparison names its oracle. There are four that share no code with the engine:
+- the NumPy reference below. It was written from the vendor's files and not from model.py, reads published
+  checkpoints by itself and computes all positions at once, without caches;
 - Hugging Face transformers, another team's implementation;
 - brute force: search over all codes of a format, loops in float64, results worked out by hand;
 - the vendor's model.py, run over our kernel.py.
@@ -71,8 +71,8 @@ torch.set_num_threads(1)    # the fixtures are small: a second thread would most
 # ==========================================================================================================
 # The oracle: an independent reference of DeepSeek-V4 in NumPy
 # ==========================================================================================================
-# Written from the vendor's Pro release (inference/model.py, inference/kernel.py), by another hand than the
-# engine under test. It reads a published checkpoint by itself and computes all positions at once.
+# Written from the vendor's Pro release (inference/model.py, inference/kernel.py), not from the engine under
+# test. It reads a published checkpoint by itself and computes all positions at once.
 # Deliberate differences from the vendor:
 # - no caches, ring buffers or pooling state: causality is a mask, so an error in an engine's state shows;
 # - everything in `dtype` (float64): activations are not rounded to bf16 between operations;
@@ -773,7 +773,7 @@ def print_proofs(file=sys.stdout):
     print("| stage | oracle | dtype | error | tolerance | what it cannot see |", file=file)
     print("|---|---|---|---|---|---|", file=file)
     for stage, oracle, dtype, error, tolerance, blind in PROOFS:
-        print(f"| {stage} | {oracle} | {dtype} | {error:.1e} | {tolerance:.0e} | {blind} |", file=file)
+        print(f"| {stage} | {oracle} | {dtype} | {error:.1e} | {tolerance:.1e} | {blind} |", file=file)
 
 
 # fp32 keeps 24 bits: 6e-8 a step. Over six layers, and against another order of summation, 1e-6 is normal.
@@ -4602,7 +4602,7 @@ def check_fp4_gemm(device):
 def check_sparse_attn(device):
     """Heads and keys around the tiles; rows without a key, with a single one, with one key many times."""
     for h, d, topk, m in ((1, 128, 1, 2), (8, 128, 7, 2), (16, 512, 70, 2), (64, 128, 333, 1),
-                          (128, 64, 40, 1), (4, 208, 130, 3)):
+                          (128, 64, 40, 1), (4, 208, 130, 3), (1, 64, 8320, 1)):
         rng = generator(topk)
         cache = torch.randn(2, 500, d, generator=rng).to(device, torch.bfloat16)
         kv = cache[:, :400]             # as the model's: batches lie further apart than their rows take
