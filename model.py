@@ -71,6 +71,10 @@ class Mode(NamedTuple):
     round_trips: Tuple[str, ...]
     scale_fmt: Optional[str]
 
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.float32 if self.scale_fmt is None else torch.float8_e8m0fnu
+
 
 mode = Mode(torch.bfloat16, ROUND_TRIPS, "ue8m0")
 
@@ -187,7 +191,10 @@ class ModelArgs:
             raise ValueError(f"config: compress_ratios is {values['compress_ratios']!r}, expected a list")
         n_mtp_layers = runtime.pop("n_mtp_layers", None)
         args = cls(**values | {"compress_ratios": tuple(values["compress_ratios"])} | runtime)
-        args.check(dspark=any(key.startswith("dspark_") for key in config))
+        dspark = any(key.startswith("dspark_") for key in config)
+        args.check(dspark)
+        if dspark:      # the draft stages are no MTP blocks
+            args.n_mtp_layers = 0
         if n_mtp_layers is not None:
             args.n_mtp_layers = min(n_mtp_layers, args.n_mtp_layers)
         return args
@@ -227,8 +234,6 @@ class ModelArgs:
                              "no multiple of 64, in which KV is rounded")
         if self.index_head_dim % fp4_block_size or self.index_head_dim & (self.index_head_dim - 1):
             raise ValueError(f"config: index_head_dim {self.index_head_dim} is no power of two of 32 or more")
-        if dspark:      # the draft stages are no MTP blocks
-            self.n_mtp_layers = 0
 
 
 RUNTIME_KEYS = ("max_batch_size", "max_seq_len", "max_chunk")
@@ -319,10 +324,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scale: Optional[torch.Tensor] 
         return F.linear(x, weight)
     if "act" not in mode.round_trips:
         return F.linear(x, weight_dequant(weight, scale).to(x.dtype))
-    scale_dtype = torch.float32 if mode.scale_fmt is None else torch.float8_e8m0fnu
-    x, s = act_quant(x, block_size, mode.scale_fmt, scale_dtype)
+    x, s = act_quant(x, block_size, mode.scale_fmt, mode.scale_dtype)
     gemm = fp4_gemm if weight.dtype == torch.float4_e2m1fn_x2 else fp8_gemm
-    return gemm(x, s, weight, scale, scale_dtype)
+    return gemm(x, s, weight, scale, mode.scale_dtype)
 
 
 class Linear(nn.Module):
@@ -485,9 +489,10 @@ class Compressor(nn.Module):
         if start_pos == 0:
             self.kv_state[:bsz] = 0
             self.score_state[:bsz] = -torch.inf     # the first row has no group before it: weight exp(-inf)
-        kv = self.wkv(x.float())                                                    # [b,s,coff*d]
+        exact = x.float()
+        kv = self.wkv(exact)                                                        # [b,s,coff*d]
         slots = torch.arange(start_pos, start_pos + seqlen, device=x.device) % ratio
-        score = self.wgate(x.float()) + self.ape[slots]                             # [b,s,coff*d]
+        score = self.wgate(exact) + self.ape[slots]                                 # [b,s,coff*d]
 
         waiting = self.overlap * ratio + start_pos % ratio      # rows of the state that are in use
         n_rows = (start_pos % ratio + seqlen) // ratio
@@ -524,8 +529,7 @@ def round_kv(kv: torch.Tensor) -> torch.Tensor:
     """The FP8 round trip of KV, in place, in blocks of 64; callers leave out the rope dims."""
     if "kv" not in mode.round_trips:
         return kv
-    scale_dtype = torch.float32 if mode.scale_fmt is None else torch.float8_e8m0fnu
-    return act_quant(kv, 64, mode.scale_fmt, scale_dtype, True)
+    return act_quant(kv, 64, mode.scale_fmt, mode.scale_dtype, True)
 
 
 def round_index(x: torch.Tensor) -> torch.Tensor:

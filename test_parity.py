@@ -3898,21 +3898,8 @@ def test_chat_usage_errors(tmp_path):
         (["--system", "a", "--messages", "b"], "--system does")]
     argvs = [["--ckpt-path", folder] + ([] if "--messages" in argv else ["--prompt", "hi"]) + argv
              for argv, _ in runs]
-    code = """if True:
-        import contextlib, io, json, sys, generate
-        generate.DEFAULT_CKPT = "nowhere/tiny"
-        for argv in json.load(sys.stdin):
-            sys.stderr = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
-            try:
-                code = generate.main(argv)
-            except SystemExit as end:
-                code = end.code
-            print(json.dumps([code, "torch" in sys.modules, sys.stderr.buffer.getvalue().decode()]))"""
-    done = subprocess.run([sys.executable, "-c", code], input=json.dumps(argvs), capture_output=True,
-                          text=True, cwd=os.path.dirname(generate.__file__))
-    assert done.returncode == 0, done.stderr
-    for (argv, says), line in zip(runs, done.stdout.splitlines(), strict=True):
-        code, torch_loaded, err = json.loads(line)
+    results = chat_mains(argvs, 'generate.DEFAULT_CKPT = "nowhere/tiny"')
+    for (argv, says), (code, torch_loaded, err) in zip(runs, results, strict=True):
         assert code == 2 and not torch_loaded and says in err and "Traceback" not in err, (argv, code, err)
 
 
