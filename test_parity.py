@@ -27,6 +27,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import html
 import importlib.util
 import inspect
 import io
@@ -5314,6 +5315,118 @@ def compare_with_vendor(folder: str) -> int:
 
 
 # ==========================================================================================================
+# The lab: where does a copy of the model lose its memory?
+# ==========================================================================================================
+
+class Heat(typing.NamedTuple):
+    """A grid of values from 0 to 1 (None: not measured), drawn as a heat map."""
+    title: str
+    rows: list[str]
+    columns: list[str]
+    values: list[list[typing.Optional[float]]]
+
+
+class Report(typing.NamedTuple):
+    """What a lab command found. `healthy` None: it only measures. `blind`: what this result cannot see."""
+    question: str
+    columns: list[str]
+    rows: list[list[str]]
+    verdict: str
+    blind: str
+    healthy: typing.Optional[bool]
+    data: dict                  # the same figures as numbers, for --json
+    heat: tuple[Heat, ...] = ()
+
+
+class LabCommand(typing.NamedTuple):
+    run: typing.Callable        # parsed arguments -> Report
+    help: str
+    arguments: dict[str, dict]  # flag -> the keywords of add_argument
+
+
+LAB: dict[str, LabCommand] = {}
+SHADES = " ░▒▓█"
+
+
+def lab(name: str, help: str, **arguments: dict):
+    """Registers a lab command; `arguments` are its flags (some_flag for --some-flag; in capitals: a place)."""
+    def register(run):
+        LAB[name] = LabCommand(run, help, arguments)
+        return run
+    return register
+
+
+def add_lab_parser(commands, name: str, command: LabCommand):
+    parser = commands.add_parser(name, help=command.help)
+    for flag, keywords in command.arguments.items():
+        parser.add_argument(flag if flag.isupper() else "--" + flag.replace("_", "-"), **keywords)
+    parser.add_argument("--ckpt-path", default=BOX, help="a published checkpoint (default: tiny/)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--svg", metavar="FILE", help="draw the heat maps into FILE")
+
+
+def run_lab(args: argparse.Namespace) -> int:
+    """Prints the report; exit code 1 where a fault was found, 2 where the question cannot be asked."""
+    try:
+        report = LAB[args.command].run(args)
+        if args.svg:
+            if not report.heat:
+                raise ValueError(f"{args.command} has no heat map to draw; leave --svg out")
+            Path(args.svg).write_text(svg_of(report.heat), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"{args.command}: {generate.describe(error)}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps({"question": report.question, "healthy": report.healthy, "verdict": report.verdict,
+                          "blind": report.blind} | report.data))
+    else:
+        print_report(report)
+    return int(report.healthy is False)
+
+
+def print_report(report: Report):
+    print(report.question + "\n")
+    table = [report.columns, ["---"] * len(report.columns), *report.rows] if report.rows else []
+    for row in table:
+        print("| " + " | ".join(row) + " |")
+    for heat in report.heat:
+        print(f"\n{heat.title}")
+        left = max(map(len, heat.rows))
+        wide = max(map(len, heat.columns))
+        print(" " * left, *(column.rjust(wide) for column in heat.columns))
+        for name, values in zip(heat.rows, heat.values):
+            cells = ("?" * wide if v is None else SHADES[round(v * (len(SHADES) - 1))] * wide for v in values)
+            print(name.rjust(left), *cells)
+    print(f"\n{report.verdict}\nIt cannot see: {report.blind}")
+
+
+def svg_of(heats: typing.Sequence[Heat], cell: int = 36) -> str:
+    """Heat maps below one another; dark is 1, white 0, hatched not measured."""
+    parts, top, width = [], 0, 0
+    for heat in heats:
+        left = 12 + 7 * max(map(len, heat.rows))
+        parts.append(f'<text x="8" y="{top + 18}" font-weight="bold">{html.escape(heat.title)}</text>')
+        for j, column in enumerate(heat.columns):
+            parts.append(f'<text x="{left + cell * j + cell / 2}" y="{top + 38}" text-anchor="middle">'
+                         f"{html.escape(column)}</text>")
+        for i, (name, values) in enumerate(zip(heat.rows, heat.values)):
+            y = top + 46 + cell * i
+            parts.append(f'<text x="{left - 6}" y="{y + cell / 2 + 4}" text-anchor="end">'
+                         f"{html.escape(name)}</text>")
+            for j, value in enumerate(values):
+                level = 0 if value is None else 255 - round(230 * value)
+                fill = "url(#none)" if value is None else f"rgb({level},{level},{level})"
+                parts.append(f'<rect x="{left + cell * j}" y="{y}" width="{cell}" height="{cell}" '
+                             f'fill="{fill}" stroke="#ccc"/>')
+        width = max(width, left + cell * len(heat.columns) + 12, 16 + 8 * len(heat.title))
+        top += 64 + cell * len(heat.rows)
+    hatch = ('<defs><pattern id="none" width="6" height="6" patternUnits="userSpaceOnUse">'
+             '<path d="M0,6 L6,0" stroke="#999"/></pattern></defs>')
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
+            f'font-family="sans-serif" font-size="12">{hatch}{"".join(parts)}</svg>\n')
+
+
+# ==========================================================================================================
 # Commands
 # ==========================================================================================================
 
@@ -5334,11 +5447,15 @@ def main() -> int:
     commands.add_parser("interpret", help="the interpreter's checks as JSON; for test_kernels_interpreted")
     vendor = commands.add_parser("vendor", help="our model.py against the vendor's, over our kernel.py")
     vendor.add_argument("--vendor-dir", required=True, help="a copy of the vendor's inference folder")
+    for name, command in LAB.items():
+        add_lab_parser(commands, name, command)
     args, rest = parser.parse_known_args()
     if args.command is None:
         return pytest.main([__file__, "-q", *rest], plugins=[PrintProofs()])
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
+    if args.command in LAB:
+        return run_lab(args)
     if args.command == "vendor":
         return compare_with_vendor(args.vendor_dir)
     return {"bench": bench, "traps": print_traps, "sm120": sm120, "kernels": kernels,
