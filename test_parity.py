@@ -368,12 +368,13 @@ class Reference:
     p_bf16: round softmax weights to bf16 before P.V, as sparse_attn does (there relative to a maximum that
     runs over blocks of 64 keys, here to the final one: an error of the same size, not the same bits).
     """
+    files = Checkpoint      # what reads the folder
 
     def __init__(self, folder, round_trips=(), settle=None, dtype=np.float64, p_bf16=False):
         unknown = set(round_trips) - REFERENCE_ROUND_TRIPS
         if unknown:
             raise ValueError(f"unknown round trips {sorted(unknown)}")
-        self.checkpoint = Checkpoint(folder)
+        self.checkpoint = self.files(folder)
         self.config = config = json.loads((Path(folder) / "config.json").read_text())
         for key, known in ("scoring_func", "sqrtsoftplus"), ("norm_topk_prob", True), ("n_shared_experts", 1):
             if config[key] != known:
@@ -5424,6 +5425,553 @@ def svg_of(heats: typing.Sequence[Heat], cell: int = 36) -> str:
              '<path d="M0,6 L6,0" stroke="#999"/></pattern></defs>')
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
             f'font-family="sans-serif" font-size="12">{hatch}{"".join(parts)}</svg>\n')
+
+
+# ---- swap
+
+ONE_STEP = 1.01         # a value rounded down or up, not to the nearest; and the rounding of this very sum
+FORMAT_KEYS = {"quantization_config", "num_nextn_predict_layers"}       # what a conversion may change
+EXPERT_UNIT = re.compile(r"(.*\.(?:experts\.\d+|shared_experts))\.(w[123])\.weight")
+
+
+class Folder(Checkpoint):
+    """A published folder, or one in the vendor's layout (model{rank}-mp{world}): whole tensors, plain names.
+
+    convert.py finds the files and reads their headers. Joining, by shape, and decoding happen here.
+    """
+
+    def __init__(self, folder):
+        folder = str(folder)
+        self.folder, self.config = folder, convert.read_config(folder)
+        model.ModelArgs.from_config(copy.deepcopy(self.config))     # names what the config lacks
+        convert.check_config(self.config)
+        ranks = self.read_ranks()
+        self.pieces = collections.defaultdict(list)     # name: what each rank holds of it
+        for part in ranks:
+            for name, stored in convert.select_mtp(part, self.config, wanted=True, quiet=True).items():
+                self.pieces[name].append(stored)
+        shapes = {name: shape for name, _, shape in convert.parameters(self.config)}
+        self.axes, self.entries, self.wanted = {}, {}, {}
+        for name, pieces in self.pieces.items():
+            dtype = "I8" if pieces[0].dtype == "F4" else pieces[0].dtype
+            odd = {piece.dtype for piece in pieces} - {pieces[0].dtype}
+            if odd or dtype not in STORAGE:
+                raise ValueError(f"{pieces[0].file.path}: {name} is {' and '.join({dtype, *odd})}, which the "
+                                 f"reference does not read; it reads {', '.join(STORAGE)}")
+            self.wanted[name] = whole = self.stored_shape(name, shapes)
+            self.axes[name] = axis = join_axis([piece.shape for piece in pieces], whole)
+            self.entries[name] = dtype, pieces[0].shape if axis is None else whole, None
+
+    def read_ranks(self) -> list[convert.Tensors]:
+        """What each rank holds; a published folder is one rank's."""
+        worlds = {int(m[2]) for m in map(convert.CONVERTED.fullmatch, os.listdir(self.folder)) if m}
+        self.converted = bool(worlds)
+        if not worlds:
+            return [convert.read_published(self.folder)]
+        if len(worlds) > 1 or convert.published_files(self.folder):
+            raise ValueError(f"{self.folder} holds more than one checkpoint: give a folder with the published "
+                             "files alone, or with those of one conversion")
+        world = worlds.pop()
+        return [convert.read_checkpoint(self.folder, rank, world) for rank in range(world)]
+
+    def stored_shape(self, name, shapes):
+        """The whole shape that a tensor has by the config; None if the model has no such tensor."""
+        weight = convert.weight_of(name)
+        held, shape = self.pieces.get(weight), shapes.get(weight)
+        if shape is None or not held or held[0].dtype not in convert.QUANTISED:
+            return shape
+        return convert.quantised_shapes(held[0].dtype, shape)[name != weight]
+
+    def parts(self, name):
+        """What each rank holds of a tensor, not yet read."""
+        storage = np.dtype(STORAGE[self.entries[name][0]])
+        return [np.memmap(piece.file.path, storage, "r", piece.offset, piece.shape)
+                for piece in self.pieces[name]]
+
+    def raw(self, name):
+        """The stored bits; those of several ranks joined, which reads them."""
+        parts = self.parts(name)
+        return parts[0] if self.axes[name] is None else np.concatenate(parts, axis=self.axes[name])
+
+    def check(self):
+        """Refuses a folder whose tensors are not those of its config."""
+        expected = list(convert.parameters(self.config, mtp=any(map(is_mtp, self.entries))))
+        found = {name: types.SimpleNamespace(dtype=dtype, local_shape=shape)
+                 for name, (dtype, shape, _) in self.entries.items()}
+        linears = {name for name, kind, _ in expected if kind in ("linear", "expert")}
+        convert.check_tensors(self.folder, found, {name: shape for name, _, shape in expected}, linears)
+
+    def strips(self, name):
+        """A tensor's values in float32, VOCAB_CHUNK rows at a time: embedding and head are large."""
+        whole = self.tensor(name, np.float32) if self.quantised(name) else None
+        for first in range(0, self.entries[name][1][0], VOCAB_CHUNK):
+            rows = slice(first, first + VOCAB_CHUNK)
+            yield self.rows(name, rows) if whole is None else whole[rows]
+
+    def grid(self, name, first, count):
+        """The scales of a quantised weight's rows, `count` of them from `first` on, as wide as they are; or 1."""
+        if not self.quantised(name):
+            return np.float32(1)
+        dtype, (_, columns), _ = self.entries[name]
+        height, width, columns = (1, FP4_BLOCK, 2 * columns) if dtype == "I8" else (
+            WEIGHT_BLOCK, WEIGHT_BLOCK, columns)
+        scale = self.tensor(convert.scale_of(name), np.float32)[first // height:]
+        return scale.repeat(height, axis=0)[:count].repeat(width, axis=1)[:, :columns]
+
+
+# Of each stored format: the nearest value, and the distance of neighbours. A table of ids rounds nothing.
+ROUNDING = {
+    "BF16": (round_bf16, lambda x: _quantum(x, 3e38, -126, 7)), "F8_E4M3": (round_e4m3, quantum_e4m3),
+    "F32": (np.asarray, lambda x: _quantum(x, 3e38, -126, 23)), "I8": (round_e2m1, quantum_e2m1),
+    "I64": (np.asarray, np.zeros_like)}
+
+
+def is_mtp(name: str) -> bool:
+    return name.startswith("mtp.")
+
+
+def join_axis(shapes: list[tuple], whole: typing.Optional[tuple]) -> typing.Optional[int]:
+    """The dimension along which pieces make the whole; None where the first is all there is to have."""
+    if len(shapes) == 1 or whole is None or shapes[0] == whole:
+        return None
+    for axis, size in enumerate(whole):
+        rest = whole[:axis] + whole[axis + 1:]
+        if sum(shape[axis] for shape in shapes) == size and all(
+                shape[:axis] + shape[axis + 1:] == rest for shape in shapes):
+            return axis
+    return None
+
+
+class Deviation(typing.NamedTuple):
+    """How far a tensor is from the original's. A step is the distance of neighbours in its own format."""
+    error: float        # max |a - b| / max |a|
+    steps: float        # the farthest value's
+    beyond: int         # values that rounding does not explain
+    size: int
+
+    def cells(self) -> list[str]:
+        steps = f"{self.steps:.3g}" if self.steps < math.inf else ""
+        return [figure(self.error), steps, f"{self.beyond} of {self.size}"]
+
+
+def figure(error: float) -> str:
+    return f"{error:.1e}" if 0 < error < math.inf else "not finite" if error else "0"
+
+
+def finite(number: float) -> typing.Optional[float]:
+    """JSON has no infinity: None for what is not finite."""
+    return number if math.isfinite(number) else None
+
+
+@np.errstate(all="ignore")      # what is damaged may divide by 0
+def deviation(original: Folder, other: Folder, name: str) -> Deviation:
+    """Compares the decoded values, a strip at a time. A NaN that both have is no difference.
+
+    Rounding explains a difference of one step, where the original's value is none of the other's format.
+    """
+    error = largest = steps = 0.0
+    beyond = size = first = 0
+    nearest, step = ROUNDING[other.entries[name][0]]
+    for a, b in zip(original.strips(name), other.strips(name)):
+        size, largest = size + a.size, max(largest, float(np.nanmax(np.abs(a), initial=0)))
+        different = (a != b) & ~(np.isnan(a) & np.isnan(b))
+        if different.any():
+            grid = other.grid(name, first, len(a))
+            apart = np.abs(np.float64(a) - b)
+            ratio = apart / (step(b / grid) * grid)
+            apart, ratio = (np.where(np.isnan(x), np.inf, x)[different] for x in (apart, ratio))
+            error, steps = max(error, float(apart.max())), max(steps, float(ratio.max()))
+            beyond += int(((ratio > ONE_STEP) | (nearest(a / grid) * grid == a)[different]).sum())
+        first += len(a)
+    return Deviation(error / largest if largest else error, steps, beyond, size)
+
+
+class Mixture:
+    """Tensors of `base`, but for the weights in `swapped`, which with their scales come from `other`."""
+
+    def __init__(self, base, other, swapped=()):
+        self.base, self.other, self.swapped = base, other, frozenset(swapped)
+
+    def source(self, name):
+        return self.other if name in self.swapped else self.base
+
+    def quantised(self, name):
+        return self.source(name).quantised(name)
+
+    def rows(self, name, index):
+        return self.source(name).rows(name, index)
+
+    def tensor(self, name, dtype):
+        return self.source(name).tensor(name, dtype)
+
+
+class FolderReference(Reference):
+    """The reference on any Folder."""
+    files = Folder
+
+    def __init__(self, folder):
+        try:
+            super().__init__(folder)
+        except KeyError as error:
+            raise ValueError(f"{folder}: config.json lacks {error}, which the reference needs") from None
+        self.checkpoint.check()
+
+
+class Swap:
+    """The reference on converted weights, some of them replaced by the original's; one prompt."""
+
+    def __init__(self, converted: str, original: str, count: int):
+        self.copy, self.original = FolderReference(converted), FolderReference(original)
+        a, b = self.original.config, self.copy.config
+        odd = [key for key in convert.CONFIG_KEYS if a[key] != b[key]]
+        if {*odd} - {*FORMAT_KEYS, "compress_ratios"}:
+            raise ValueError(f"{converted} and {original} are not the same model ({', '.join(odd)} differ): "
+                             "give the checkpoint that it was converted from")
+        self.config_keys = sorted(key for key in {*model.PUBLISHED_KEYS, "rope_scaling"} - FORMAT_KEYS
+                                  if a.get(key) != b.get(key))
+        self.tokens = np.random.default_rng(0).integers(0, a["vocab_size"], count)
+        self.truth, _ = self.run(self.original)
+        if not np.isfinite(self.truth).all():
+            raise ValueError(f"the answer of {original} is not finite: run audit on it first")
+        self.before, self.streams = self.run(self.copy)     # the copy's own answer; streams into each layer
+
+    def run(self, reference, first=-1, h=None):
+        """Logits [s,vocab], starting with layer `first` and its streams h; and the streams into each layer."""
+        streams = []
+        with np.errstate(all="ignore"):     # a fault may well overflow
+            h = reference.embed(self.tokens) if first < 0 else h
+            for i in range(max(first, 0), self.copy.config["num_hidden_layers"]):
+                streams.append(h)
+                h, _ = reference.block(i, h, self.tokens)
+            return reference.head(h), [*streams, h]
+
+    def layer_of(self, name: str) -> int:
+        """The first layer that a weight can change: -1 the embedding, the number of layers the head."""
+        layer = re.match(r"layers\.(\d+)\.", name)
+        return int(layer[1]) if layer else -1 if name == "embed.weight" else len(self.streams) - 1
+
+    def answer(self, names, source=None, config=None):
+        """Logits with these weights, and the config if one is given, of the source (the original)."""
+        reference = copy.copy(self.copy)
+        reference.checkpoint = Mixture(self.copy.checkpoint, source or self.original.checkpoint, names)
+        first = min(map(self.layer_of, names), default=-1)
+        if config:
+            reference.config, reference.eps, first = config, config["rms_norm_eps"], -1
+        return self.run(reference, first, self.streams[max(first, 0)])[0]
+
+    def against_truth(self, logits) -> tuple[float, int]:
+        """Relative error of the logits, and at how many positions the likeliest token is another."""
+        error = relative_error(logits, self.truth) if np.isfinite(logits).all() else math.inf
+        return error, int((logits.argmax(axis=1) != self.truth.argmax(axis=1)).sum())
+
+
+def swap_units(swap: Swap, names: str) -> dict[str, list[str]]:
+    """The weights that match, an expert's together: {expert or weight: weights}. Both folders have them."""
+    try:
+        pattern = re.compile(names)
+    except re.error as error:
+        raise ValueError(f"--names {names}: no regular expression ({error})") from None
+    weights = [name for name, *_ in convert.parameters(swap.copy.config)
+               if all(name in side.checkpoint.entries for side in (swap.copy, swap.original))]
+    units: dict[str, list[str]] = {}
+    for name in filter(pattern.search, weights):
+        expert = EXPERT_UNIT.fullmatch(name)
+        units.setdefault(expert[1] if expert else name, []).append(name)
+    if not units:
+        raise ValueError(f"--names {names} matches no weight; there are {weights[0]}, {weights[1]}, ...")
+    return units
+
+
+class Swapped(typing.NamedTuple):
+    """What putting one unit of the original in did."""
+    unit: str
+    weights: list[str]      # those that differ
+    stored: list[str]       # the stored tensors that make the difference: a weight, its scale, or both
+    deviation: Deviation    # of the worst of them
+    error: float            # of the logits after the swap, against the original's
+    moved: int              # positions where the likeliest token is not the original's
+
+
+def swap_each(swap: Swap, units: dict[str, list[str]]) -> list[Swapped]:
+    """Swaps every unit that differs from the original, alone."""
+    rows, progress = [], convert.Progress("swap")
+    for i, (unit, names) in enumerate(units.items()):
+        found = {name: deviation(swap.original.checkpoint, swap.copy.checkpoint, name) for name in names}
+        found = {name: far for name, far in found.items() if far.error}
+        if found:
+            worst = max(found.values(), key=lambda far: (far.beyond > 0, far.error))
+            stored = [part for name in found for part in stored_difference(swap, name)]
+            after = swap.against_truth(swap.answer(list(found)))
+            rows.append(Swapped(unit, list(found), stored, worst, *after))
+        progress(i + 1, len(units))
+    if swap.config_keys:
+        error = swap.against_truth(swap.answer([], config=swap.original.config))
+        keys = len(swap.config_keys)
+        differ = Deviation(math.inf, math.inf, keys, keys)
+        rows.append(Swapped("config.json", swap.config_keys, swap.config_keys, differ, *error))
+    return rows
+
+
+def stored_difference(swap: Swap, name: str) -> list[str]:
+    """Of a weight and its scale, those whose bits differ; the weight, where the formats differ too."""
+    a, b = swap.original.checkpoint, swap.copy.checkpoint
+    both = [part for part in (name, convert.scale_of(name)) if part in a.entries and part in b.entries]
+    if any(a.entries[part][0] != b.entries[part][0] for part in both) or a.quantised(name) != b.quantised(name):
+        return [name]
+    return [part for part in both if not np.array_equal(a.raw(part), b.raw(part))]
+
+
+def swap_verdict(rows: list[Swapped], before: float, rest: float, all_named: bool) -> tuple[str, typing.Optional[bool]]:
+    """The sentence, and whether the conversion is healthy (None: the cause is outside the names asked for)."""
+    guilty = [row for row in rows if row.deviation.beyond]
+    if guilty:
+        told = []
+        for row in guilty[:10]:
+            effect = ("this prompt does not use what is wrong" if row.error == before else
+                      "its swap restores the answer, exactly" if row.error == 0 else
+                      f"its swap brings the error from {figure(before)} to {figure(row.error)}")
+            told.append(f"{swap_label(row)}: {effect}")
+        more = f"; and {len(guilty) - 10} more" if len(guilty) > 10 else ""
+        return f"CONVICTED: {'; '.join(told)}{more}.", False
+    if rest and rest >= before / 2:
+        return (f"The tensors asked for are cleared, but {figure(rest)} of the error {figure(before)} remains "
+                "with all of them swapped: the cause has another name."), None if not all_named else False
+    if rows:
+        return (f"CLEARED: {len(rows)} differ by no more than one rounding to their format, which together "
+                f"moves the logits by {figure(before)}."), True
+    return "CLEARED: every tensor asked for has exactly the original's values.", True
+
+
+def swap_label(row: Swapped) -> str:
+    """The stored tensor at fault, or the expert with its parts in brackets."""
+    if len(row.stored) == 1:
+        return row.stored[0]
+    return f"{row.unit} ({', '.join(part.removeprefix(row.unit + '.') for part in row.stored)})"
+
+
+@lab("swap", "a converted checkpoint with tensors of the original put in: is the conversion at fault?",
+     original={"metavar": "DIR", "required": True, "help": "the published checkpoint it was converted from"},
+     names={"metavar": "REGEX", "default": ".", "help": "only tensors whose name matches (default: all)"},
+     tokens={"type": int, "default": 160, "help": "length of the random prompt (default: 160)"})
+def swap_tensors(args: argparse.Namespace) -> Report:
+    """The reference on --ckpt-path, then once more for each tensor that differs from --original's."""
+    if args.tokens < 1:
+        raise ValueError(f"--tokens {args.tokens}: it must be 1 or more")
+    swap = Swap(args.ckpt_path, args.original, args.tokens)
+    units = swap_units(swap, args.names)
+    before, moved = swap.against_truth(swap.before)
+    control = next(iter(units))
+    same = np.array_equal(swap.answer(units[control], swap.copy.checkpoint), swap.before, equal_nan=True)
+    if not same:
+        raise ValueError(f"the control failed: swapping {control} for itself changed the answer, so nothing "
+                         "else would mean anything; the files may be changing while they are read")
+    rows = sorted(swap_each(swap, units), key=lambda row: (not row.deviation.beyond, row.error))
+    names = [weight for row in rows if row.unit != "config.json" for weight in row.weights]
+    rest = swap.against_truth(swap.answer(names, config=swap.original.config if swap.config_keys else None))
+    verdict, healthy = swap_verdict(rows, before, rest[0], args.names == ".")
+    columns = ["taken from the original", "it differed by", "in steps", "beyond rounding", "logits now off by",
+               "argmax differs"]
+    of = f" of {args.tokens}"
+    table = [["nothing: converted against original", "", "", "", figure(before), f"{moved}{of}"],
+             [f"control: {control} from the converted", "0", "0", "", "as above, bit for bit", ""]]
+    table += [[swap_label(row), *row.deviation.cells(), figure(row.error), f"{row.moved}{of}"]
+              for row in rows[:SWAP_ROWS]]
+    if len(rows) > 1:
+        table.append([f"all {len(rows)} that differ, at once", "", "", "", figure(rest[0]), f"{rest[1]}{of}"])
+    equal = len(units) - len(rows) + bool(swap.config_keys)
+    table.append([f"{equal} others: exactly equal", "0", "0", "", "", ""])
+    return Report(
+        f"Is the conversion at fault? The reference on {args.ckpt_path}, tensors of {args.original} put in.",
+        columns, table, verdict, swap_blind(swap, args.tokens), healthy,
+        {"before": finite(before), "all": finite(rest[0]), "equal": equal,
+         "rows": [{"unit": row.unit, "differ": row.stored, "error": finite(row.deviation.error),
+                   "steps": finite(row.deviation.steps), "beyond": row.deviation.beyond,
+                   "size": row.deviation.size, "logits": finite(row.error), "argmax": row.moved}
+                  for row in rows]})
+
+
+SWAP_ROWS = 20      # rows printed; --json has all
+
+
+def swap_blind(swap: Swap, count: int) -> str:
+    """What this prompt and this arithmetic leave out."""
+    config, missed = swap.copy.config, []
+    if 4 in config["compress_ratios"] and (count + 1) // 4 <= config["index_topk"]:
+        missed.append(f"the indexer's choice (a prompt of {count} has no more rows than index_topk)")
+    if any(map(is_mtp, swap.copy.checkpoint.entries)):
+        missed.append("an MTP block's effect (its tensors are compared, the reference's answer does not use it)")
+    return "; ".join([*missed, "the effect of experts and rows that this prompt does not use (their values are "
+                      "compared), rounding of activations, the engine's own loading and arithmetic"])
+
+
+# ---- audit
+
+class Check(typing.NamedTuple):
+    """One question of the audit: what was looked at, and each fault, naming its tensor."""
+    what: str
+    count: int
+    faults: list[str]
+    note: str = "fine"
+
+    def row(self) -> list[str]:
+        more = f"; and {len(self.faults) - 5} more" if len(self.faults) > 5 else ""
+        return [self.what, str(self.count), "; ".join(self.faults[:5]) + more or self.note]
+
+
+def audit_inventory(folder: Folder) -> list[Check]:
+    """Names, shapes and dtypes against the config. Which linears are quantised is for the files to say."""
+    entries, mtp = folder.entries, any(map(is_mtp, folder.entries))
+    kinds = {name: kind for name, kind, _ in convert.parameters(folder.config, mtp)}
+    linears = {name for name, kind in kinds.items() if kind in ("linear", "expert")}
+    scales = {convert.scale_of(name) for name in linears & entries.keys() if folder.quantised(name)}
+    both = sorted((kinds.keys() | scales) & entries.keys())
+    shapes = [f"{name} is {list(entries[name][1])}, not {list(folder.wanted[name])}" for name in both
+              if entries[name][1] != folder.wanted[name]]
+    may_be = {**dict.fromkeys(scales, ("F8_E8M0", "F32")),
+              **{name: ("BF16", *convert.QUANTISED) if name in linears else (kind,)
+                 for name, kind in kinds.items()}}
+    dtypes = [f"{name} is {entries[name][0]}, not {' or '.join(may_be[name])}" for name in both
+              if entries[name][0] not in may_be[name]]
+    table = {} if folder.converted else convert.inventory(folder.config, mtp)
+    unlike = [name for name in linears & table.keys() & entries.keys()
+              if entries[name][0] != table[name]["dtype"]]
+    no_mtp = folder.config["num_nextn_predict_layers"] and not mtp and not convert.has_dspark(folder.config)
+    missing = sorted((kinds.keys() | scales) - entries.keys())
+    return [
+        Check("present, of those that the config asks for", len(kinds) + len(scales), missing,
+              "fine, without the MTP block" if no_mtp else "fine"),
+        Check("known to the config", len(entries), sorted(entries.keys() - kinds.keys() - scales)),
+        Check("shape as the config says", len(both), shapes),
+        Check("dtype as the config says", len(both), dtypes, f"fine; {len(unlike)} linears in another format "
+              f"than the config's, as {min(unlike)}" if unlike else "fine")]
+
+
+def not_finite(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """Where the stored bits are NaN or infinite: e4m3 has two such codes, e8m0 one, FP4 and integers none."""
+    return {"BF16": lambda: raw & 0x7F80 == 0x7F80, "F32": lambda: ~np.isfinite(raw),
+            "F8_E4M3": lambda: raw & 0x7F == 0x7F, "F8_E8M0": lambda: raw == 0xFF}.get(
+                dtype, lambda: np.zeros(raw.shape, bool))()
+
+
+def scale_faults(folder: Folder, name: str, raw: np.ndarray) -> str:
+    """What is wrong with a scale, or nothing. Routed experts with F32 scales have any, even beside ue8m0."""
+    bad = not_finite(raw, folder.entries[name][0])
+    if bad.any():
+        return f"{bad.sum()} of {raw.size} are NaN or infinite"
+    if folder.entries[name][0] != "F32":
+        return ""       # e8m0: positive, and a power of two, whatever the bits
+    if (raw <= 0).any():
+        return f"{(raw <= 0).sum()} of {raw.size} are not positive"
+    powers = (folder.config.get("quantization_config") or {}).get("scale_fmt") == "ue8m0"
+    odd = int((np.frexp(raw)[0] != 0.5).sum()) if powers and not convert.EXPERT.search(name) else 0
+    return f"{odd} of {raw.size} are no powers of two, as ue8m0 has them" if odd else ""
+
+
+SIGN_FREE = {"BF16": 0x7FFF, "F8_E4M3": 0x7F, "I8": 0x77}      # the bits of a value other than its sign
+
+
+def audit_values(folder: Folder) -> list[Check]:
+    """Every tensor's bits, once through: codes that are no numbers, tensors of zeros, the same one twice."""
+    scales, weights, dead, twins, copies, ids = [], [], [], [], [], []
+    seen, counts, progress = {}, collections.Counter(), convert.Progress("audit")
+    for i, (name, (dtype, shape, _)) in enumerate(sorted(folder.entries.items())):
+        raw = folder.raw(name)
+        if convert.weight_of(name) != name:
+            counts["scale"] += 1
+            scales += [f"{name}: {fault}" for fault in [scale_faults(folder, name, raw)] if fault]
+        elif dtype == "I64":
+            counts["id"] += 1
+            ids += [f"{name}: {fault}" for fault in [id_faults(raw, folder.config["n_routed_experts"])] if fault]
+        else:
+            counts["weight"] += 1
+            bad = int(not_finite(raw, dtype).sum())
+            weights += [f"{name}: {bad} of {raw.size} are NaN or infinite"] if bad else []
+            if name.endswith(".weight"):        # biases, sinks and the like may well be 0
+                counts["matrix"] += 1
+                digest = hashlib.blake2b(np.ascontiguousarray(raw)).digest()
+                if not (raw & SIGN_FREE[dtype] if dtype in SIGN_FREE else raw).any():
+                    dead.append(name)
+                elif len(shape) == 2 and (first := seen.setdefault(digest, name)) != name:
+                    twins.append(f"{name} has the bits of {first}")
+        if len(folder.pieces[name]) > 1 and folder.axes[name] is None:
+            counts["copied"] += 1
+            copies += [name] if any(not np.array_equal(part, raw) for part in folder.parts(name)) else []
+        progress(i + 1, len(folder.entries))
+    checks = [Check("scales finite, positive, powers of two where the format says so", counts["scale"], scales),
+              Check("weights free of NaN and infinity", counts["weight"], weights),
+              Check("weights with a value other than 0", counts["matrix"], dead),
+              Check("matrices that are no other's double", counts["matrix"], twins),
+              Check("hash rows name experts that exist", counts["id"], ids)]
+    return checks + ([Check("the same on each rank that has it whole", counts["copied"], copies)]
+                     if counts["copied"] else [])
+
+
+def id_faults(raw: np.ndarray, experts: int) -> str:
+    """What is wrong with a table of expert ids [vocab,k], or nothing."""
+    outside = ((raw < 0) | (raw >= experts)).any(axis=1)
+    return (f"row {outside.argmax()} names an expert that there is not, 0 to {experts - 1} "
+            f"({outside.sum()} such rows)" if outside.any() else "")
+
+
+def differing_rows(original: Folder, folder: Folder, name: str) -> np.ndarray:
+    """The rows that are not the original's, bit for bit after decoding."""
+    def bits(rows):
+        return rows.view(np.uint32) if rows.dtype == np.float32 else rows
+    strips = zip(original.strips(name), folder.strips(name))
+    return np.flatnonzero(np.concatenate([(bits(a) != bits(b)).any(axis=1) for a, b in strips]))
+
+
+def audit_original(folder: Folder, original: Folder, count: int) -> list[Check]:
+    """Tables bit for bit, and sampled experts bit for bit, or to one rounding where they are re-quantised."""
+    def comparable(name):
+        return all(name in f.entries and f.entries[name][1] == f.wanted[name] for f in (folder, original))
+    tables = [name for name, kind, _ in convert.parameters(folder.config)
+              if name in ("embed.weight", "head.weight") or kind == "I64"]
+    tables = [name for name in tables if comparable(name)]
+    faults = []
+    for name in tables:
+        rows = differing_rows(original, folder, name)
+        if len(rows):
+            faults.append(f"{name}: row {rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else ""))
+    checks = [Check("embedding, head and hash rows as in the original", len(tables), faults)]
+    experts = sorted({unit[1] for name in folder.entries if (unit := EXPERT_UNIT.fullmatch(name))
+                      if convert.EXPERT.search(name)})
+    faults, rounded = [], 0
+    sample = sorted(random.Random(0).sample(experts, min(count, len(experts))))
+    for name in (f"{expert}.{part}.weight" for expert in sample for part in ("w1", "w2", "w3")):
+        if comparable(name):
+            far = deviation(original, folder, name)
+            rounded += bool(far.error and not far.beyond)
+            if far.beyond:
+                faults.append(f"{name}: {far.beyond} of {far.size} values, off by up to {far.steps:.3g} steps")
+    note = f"{rounded} re-quantised, none off by more than one rounding" if rounded else "fine"
+    return checks + [Check(f"sampled experts as in the original ({len(sample)} of {len(experts)})",
+                           3 * len(sample), faults, note)]
+
+
+@lab("audit", "a checkpoint against its config and, if given, against the original",
+     original={"metavar": "DIR", "help": "the published checkpoint that this one was made from"},
+     experts={"metavar": "N", "type": int, "default": 8,
+              "help": "experts to compare with the original's (default: 8, the same at each run)"})
+def audit(args: argparse.Namespace) -> Report:
+    """Everything that can be said of a checkpoint without running it."""
+    if args.experts < 1:
+        raise ValueError(f"--experts {args.experts}: it must be 1 or more")
+    folder = Folder(args.ckpt_path)
+    checks = audit_inventory(folder) + audit_values(folder)
+    if args.original:
+        checks += audit_original(folder, Folder(args.original), args.experts)
+    faults = sum(len(check.faults) for check in checks)
+    failed = [check.what for check in checks if check.faults]
+    blind = ("a tensor of plausible values that is not the right one, as two exchanged ones are"
+             if not args.original else "tensors other than the tables and the sampled experts (swap compares all)")
+    return Report(
+        f"Does {args.ckpt_path} hold what its config says" + (
+            f", and what {args.original} holds?" if args.original else "?"),
+        ["check", "tensors", "result"], [check.row() for check in checks],
+        f"{faults} faults: {'; '.join(failed)}." if faults else "Nothing wrong was found.",
+        f"{blind}; whether the engine reads them rightly; whether the config is the right one", not faults,
+        {"checks": [check._asdict() for check in checks]})
 
 
 # ==========================================================================================================
