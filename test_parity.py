@@ -21,6 +21,7 @@ the distribution of its errors. Fixtures are random checkpoints in the published
 """
 
 import argparse
+import ast
 import atexit
 import collections
 import contextlib
@@ -47,6 +48,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import types
 import typing
@@ -5359,9 +5361,10 @@ def lab(name: str, help: str, **arguments: dict):
 
 def add_lab_parser(commands, name: str, command: LabCommand):
     parser = commands.add_parser(name, help=command.help)
-    for flag, keywords in command.arguments.items():
-        parser.add_argument(flag if flag.isupper() else "--" + flag.replace("_", "-"), **keywords)
-    parser.add_argument("--ckpt-path", default=BOX, help="a published checkpoint (default: tiny/)")
+    checkpoint = {"default": BOX, "help": "a published checkpoint (default: tiny/)"}
+    for flag, keywords in ({"ckpt_path": checkpoint} | command.arguments).items():
+        if keywords is not None:    # a command that reads no checkpoint says ckpt_path=None
+            parser.add_argument(flag if flag.isupper() else "--" + flag.replace("_", "-"), **keywords)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--svg", metavar="FILE", help="draw the heat maps into FILE")
 
@@ -5469,7 +5472,7 @@ class Folder(Checkpoint):
         if not worlds:
             return [convert.read_published(self.folder)]
         if len(worlds) > 1 or convert.published_files(self.folder):
-            raise ValueError(f"{self.folder} holds more than one checkpoint: give a folder with the published "
+            raise ValueError(f"{self.folder} holds more than one checkpoint: give a folder with published "
                              "files alone, or with those of one conversion")
         world = worlds.pop()
         return [convert.read_checkpoint(self.folder, rank, world) for rank in range(world)]
@@ -5509,7 +5512,7 @@ class Folder(Checkpoint):
             yield self.rows(name, rows) if whole is None else whole[rows]
 
     def grid(self, name, first, count):
-        """The scales of a quantised weight's rows, `count` of them from `first` on, as wide as they are; or 1."""
+        """The scales of `count` rows of a quantised weight, from `first` on, as wide as the rows; or 1."""
         if not self.quantised(name):
             return np.float32(1)
         dtype, (_, columns), _ = self.entries[name]
@@ -5629,14 +5632,14 @@ class Swap:
                              "give the checkpoint that it was converted from")
         self.config_keys = sorted(key for key in {*model.PUBLISHED_KEYS, "rope_scaling"} - FORMAT_KEYS
                                   if a.get(key) != b.get(key))
-        self.tokens = np.random.default_rng(0).integers(0, a["vocab_size"], count)
+        self.tokens = swap_prompt(a, count)
         self.truth, _ = self.run(self.original)
         if not np.isfinite(self.truth).all():
             raise ValueError(f"the answer of {original} is not finite: run audit on it first")
         self.before, self.streams = self.run(self.copy)     # the copy's own answer; streams into each layer
 
     def run(self, reference, first=-1, h=None):
-        """Logits [s,vocab], starting with layer `first` and its streams h; and the streams into each layer."""
+        """Logits [s,vocab], from layer `first` and its streams h on; and the streams into each layer."""
         streams = []
         with np.errstate(all="ignore"):     # a fault may well overflow
             h = reference.embed(self.tokens) if first < 0 else h
@@ -5663,6 +5666,11 @@ class Swap:
         """Relative error of the logits, and at how many positions the likeliest token is another."""
         error = relative_error(logits, self.truth) if np.isfinite(logits).all() else math.inf
         return error, int((logits.argmax(axis=1) != self.truth.argmax(axis=1)).sum())
+
+
+def swap_prompt(config: dict, count: int) -> np.ndarray:
+    """Random token ids, the same at each run: they reach more rows and experts than a text."""
+    return np.random.default_rng(0).integers(0, config["vocab_size"], count)
 
 
 def swap_units(swap: Swap, names: str) -> dict[str, list[str]]:
@@ -5716,13 +5724,15 @@ def stored_difference(swap: Swap, name: str) -> list[str]:
     """Of a weight and its scale, those whose bits differ; the weight, where the formats differ too."""
     a, b = swap.original.checkpoint, swap.copy.checkpoint
     both = [part for part in (name, convert.scale_of(name)) if part in a.entries and part in b.entries]
-    if any(a.entries[part][0] != b.entries[part][0] for part in both) or a.quantised(name) != b.quantised(name):
+    quantised = a.quantised(name), b.quantised(name)
+    if len({*quantised}) > 1 or any(a.entries[part][0] != b.entries[part][0] for part in both):
         return [name]
     return [part for part in both if not np.array_equal(a.raw(part), b.raw(part))]
 
 
-def swap_verdict(rows: list[Swapped], before: float, rest: float, all_named: bool) -> tuple[str, typing.Optional[bool]]:
-    """The sentence, and whether the conversion is healthy (None: the cause is outside the names asked for)."""
+def swap_verdict(rows: list[Swapped], before: float, rest: float,
+                 all_named: bool) -> tuple[str, typing.Optional[bool]]:
+    """The sentence, and whether the conversion is healthy (None: the cause is not among the names)."""
     guilty = [row for row in rows if row.deviation.beyond]
     if guilty:
         told = []
@@ -5734,8 +5744,8 @@ def swap_verdict(rows: list[Swapped], before: float, rest: float, all_named: boo
         more = f"; and {len(guilty) - 10} more" if len(guilty) > 10 else ""
         return f"CONVICTED: {'; '.join(told)}{more}.", False
     if rest and rest >= before / 2:
-        return (f"The tensors asked for are cleared, but {figure(rest)} of the error {figure(before)} remains "
-                "with all of them swapped: the cause has another name."), None if not all_named else False
+        return (f"These tensors are cleared, but with all of them swapped {figure(rest)} of the error "
+                f"{figure(before)} remains: the cause has another name."), False if all_named else None
     if rows:
         return (f"CLEARED: {len(rows)} differ by no more than one rounding to their format, which together "
                 f"moves the logits by {figure(before)}."), True
@@ -5744,14 +5754,15 @@ def swap_verdict(rows: list[Swapped], before: float, rest: float, all_named: boo
 
 def swap_label(row: Swapped) -> str:
     """The stored tensor at fault, or the expert with its parts in brackets."""
-    if len(row.stored) == 1:
+    if len(row.stored) == 1 and row.unit != "config.json":
         return row.stored[0]
     return f"{row.unit} ({', '.join(part.removeprefix(row.unit + '.') for part in row.stored)})"
 
 
 @lab("swap", "a converted checkpoint with tensors of the original put in: is the conversion at fault?",
      original={"metavar": "DIR", "required": True, "help": "the published checkpoint it was converted from"},
-     names={"metavar": "REGEX", "default": ".", "help": "only tensors whose name matches (default: all)"},
+     names={"metavar": "REGEX", "default": ".",
+            "help": "only tensors whose name matches (default: all; each that differs costs a run)"},
      tokens={"type": int, "default": 160, "help": "length of the random prompt (default: 160)"})
 def swap_tensors(args: argparse.Namespace) -> Report:
     """The reference on --ckpt-path, then once more for each tensor that differs from --original's."""
@@ -5769,8 +5780,8 @@ def swap_tensors(args: argparse.Namespace) -> Report:
     names = [weight for row in rows if row.unit != "config.json" for weight in row.weights]
     rest = swap.against_truth(swap.answer(names, config=swap.original.config if swap.config_keys else None))
     verdict, healthy = swap_verdict(rows, before, rest[0], args.names == ".")
-    columns = ["taken from the original", "it differed by", "in steps", "beyond rounding", "logits now off by",
-               "argmax differs"]
+    columns = ["taken from the original", "it differed by", "in steps", "beyond rounding",
+               "logits now off by", "argmax differs"]
     of = f" of {args.tokens}"
     table = [["nothing: converted against original", "", "", "", figure(before), f"{moved}{of}"],
              [f"control: {control} from the converted", "0", "0", "", "as above, bit for bit", ""]]
@@ -5799,9 +5810,9 @@ def swap_blind(swap: Swap, count: int) -> str:
     if 4 in config["compress_ratios"] and (count + 1) // 4 <= config["index_topk"]:
         missed.append(f"the indexer's choice (a prompt of {count} has no more rows than index_topk)")
     if any(map(is_mtp, swap.copy.checkpoint.entries)):
-        missed.append("an MTP block's effect (its tensors are compared, the reference's answer does not use it)")
-    return "; ".join([*missed, "the effect of experts and rows that this prompt does not use (their values are "
-                      "compared), rounding of activations, the engine's own loading and arithmetic"])
+        missed.append("an MTP block's effect (its tensors are compared, the answer does not use them)")
+    return "; ".join([*missed, "the effect of experts and rows that this prompt does not use (their values "
+                      "are compared)", "rounding of activations", "the engine's own loading and arithmetic"])
 
 
 # ---- audit
@@ -5878,10 +5889,12 @@ def audit_values(folder: Folder) -> list[Check]:
         raw = folder.raw(name)
         if convert.weight_of(name) != name:
             counts["scale"] += 1
-            scales += [f"{name}: {fault}" for fault in [scale_faults(folder, name, raw)] if fault]
+            fault = scale_faults(folder, name, raw)
+            scales += [f"{name}: {fault}"] if fault else []
         elif dtype == "I64":
             counts["id"] += 1
-            ids += [f"{name}: {fault}" for fault in [id_faults(raw, folder.config["n_routed_experts"])] if fault]
+            fault = id_faults(raw, folder.config["n_routed_experts"])
+            ids += [f"{name}: {fault}"] if fault else []
         else:
             counts["weight"] += 1
             bad = int(not_finite(raw, dtype).sum())
@@ -5897,7 +5910,7 @@ def audit_values(folder: Folder) -> list[Check]:
             counts["copied"] += 1
             copies += [name] if any(not np.array_equal(part, raw) for part in folder.parts(name)) else []
         progress(i + 1, len(folder.entries))
-    checks = [Check("scales finite, positive, powers of two where the format says so", counts["scale"], scales),
+    checks = [Check("scales finite, positive, and powers of two if ue8m0", counts["scale"], scales),
               Check("weights free of NaN and infinity", counts["weight"], weights),
               Check("weights with a value other than 0", counts["matrix"], dead),
               Check("matrices that are no other's double", counts["matrix"], twins),
@@ -5943,7 +5956,7 @@ def audit_original(folder: Folder, original: Folder, count: int) -> list[Check]:
             far = deviation(original, folder, name)
             rounded += bool(far.error and not far.beyond)
             if far.beyond:
-                faults.append(f"{name}: {far.beyond} of {far.size} values, off by up to {far.steps:.3g} steps")
+                faults.append(f"{name}: {far.beyond} of {far.size} values, up to {far.steps:.3g} steps off")
     note = f"{rounded} re-quantised, none off by more than one rounding" if rounded else "fine"
     return checks + [Check(f"sampled experts as in the original ({len(sample)} of {len(experts)})",
                            3 * len(sample), faults, note)]
@@ -5963,15 +5976,673 @@ def audit(args: argparse.Namespace) -> Report:
         checks += audit_original(folder, Folder(args.original), args.experts)
     faults = sum(len(check.faults) for check in checks)
     failed = [check.what for check in checks if check.faults]
-    blind = ("a tensor of plausible values that is not the right one, as two exchanged ones are"
-             if not args.original else "tensors other than the tables and the sampled experts (swap compares all)")
+    blind = ("tensors other than the tables and the sampled experts (swap compares all)" if args.original
+             else "a tensor of plausible values that is not the right one, as two exchanged ones are")
     return Report(
         f"Does {args.ckpt_path} hold what its config says" + (
             f", and what {args.original} holds?" if args.original else "?"),
         ["check", "tensors", "result"], [check.row() for check in checks],
-        f"{faults} faults: {'; '.join(failed)}." if faults else "Nothing wrong was found.",
+        f"{faults} {'faults' if faults > 1 else 'fault'}: {'; '.join(failed)}." if faults else
+        "Nothing wrong was found.",
         f"{blind}; whether the engine reads them rightly; whether the config is the right one", not faults,
         {"checks": [check._asdict() for check in checks]})
+
+
+# ---- diff
+
+# The vendor's files, and those of ours that mirror them.
+MIRRORS = {"model.py": "model.py", "kernel.py": "kernel.py", "generate.py": "generate.py",
+           "encoding_dsv4.py": "generate.py", "convert.py": "convert.py"}
+
+
+class Symbol(typing.NamedTuple):
+    """A function, class or value: what its caller sees, and what it does, as normalised source."""
+    kind: str
+    parameters: dict[str, str]      # {name: default, or ""}, in order; a class's bases
+    body: str                       # without docstring and annotations
+
+
+class Plain(ast.NodeTransformer):
+    """Removes what the interpreter does not need: docstrings and annotations."""
+
+    def visit(self, node):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.AnnAssign) and node.value:
+            node = ast.copy_location(ast.Assign([node.target], node.value), node)
+        return super().generic_visit(node)
+
+
+def parse_file(path: Path) -> ast.Module:
+    """Its syntax tree; nothing is imported or run."""
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is no Python file ({error}): take it from the vendor's release") from None
+
+
+def symbols_of(tree: ast.Module) -> dict[str, Symbol]:
+    """{name, or Class.name: Symbol} of a file. A jit-compiled kernel is not comparable with another one's."""
+    found: dict[str, Symbol] = {}
+    for node in Plain().visit(copy.deepcopy(tree)).body:
+        for name, symbol in symbols_in(node):
+            found[name] = symbol
+        for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            found |= {f"{node.name}.{name}": symbol for name, symbol in symbols_in(inner)}
+    return found
+
+
+def symbols_in(node: ast.stmt) -> typing.Iterator[tuple[str, Symbol]]:
+    """What one statement of a file or class defines."""
+    if isinstance(node, ast.FunctionDef):
+        jit = any(re.search(r"\bjit\b", ast.unparse(decorator)) for decorator in node.decorator_list)
+        body = "\n".join(map(ast.unparse, node.body))
+        yield node.name, Symbol("kernel" if jit else "function", parameters_of(node.args), body)
+    elif isinstance(node, ast.ClassDef):
+        yield node.name, Symbol("class", {ast.unparse(base).split(".")[-1]: "" for base in node.bases}, "")
+    elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        text = ast.unparse(node.value) if node.value else ""
+        for target in (target for target in targets if isinstance(target, ast.Name)):
+            yield target.id, Symbol("value", {}, text)
+
+
+def parameters_of(args: ast.arguments) -> dict[str, str]:
+    """{name: default, or ""}, in order; with * and ** where the definition has them."""
+    plain = [arg.arg for arg in args.posonlyargs + args.args]
+    defaults = [""] * (len(plain) - len(args.defaults)) + list(map(ast.unparse, args.defaults))
+    found = dict(zip(plain, defaults))
+    if args.vararg or args.kwonlyargs:
+        found["*" + (args.vararg.arg if args.vararg else "")] = ""
+    found |= {arg.arg: ast.unparse(default) if default else ""
+              for arg, default in zip(args.kwonlyargs, args.kw_defaults)}
+    return found | ({"**" + args.kwarg.arg: ""} if args.kwarg else {})
+
+
+def signature_change(theirs: dict[str, str], ours: dict[str, str]) -> str:
+    """How our parameters (or bases) differ from the vendor's, its defaults in brackets; or nothing."""
+    lacks = [name for name in theirs if name not in ours]
+    more = [name for name in ours if name not in theirs]
+    told = [f"without {', '.join(lacks)}"] if lacks else []
+    told += [f"also {', '.join(more)}"] if more else []
+    told += [f"{name}={ours[name]} ({theirs[name]})" if ours[name] and theirs[name] else
+             f"{name} has {'a' if ours[name] else 'no'} default" for name in theirs
+             if name in ours and theirs[name] != ours[name]]
+    if not told and list(theirs) != list(ours):
+        told = ["in another order"]
+    return "; ".join(told)
+
+
+def numbers_in(body: str) -> set[str]:
+    """The numbers that a body is written with; 0, 1 and 2 say nothing."""
+    nodes = (node.value for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Constant))
+    return {repr(value) for value in nodes if type(value) in (int, float) and value not in (0, 1, 2)}
+
+
+def is_literal(value: Symbol) -> bool:
+    """Whether it is written out, so that another text is another value."""
+    try:
+        ast.literal_eval(value.body)
+    except (ValueError, TypeError, SyntaxError):
+        return False
+    return True
+
+
+def difference_of(theirs: Symbol, ours: Symbol) -> tuple[str, str]:
+    """("", "") for the same; else what differs ("signature", "value", "body") and how."""
+    if "kernel" in (theirs.kind, ours.kind):
+        return "", ""
+    if theirs.kind != ours.kind:
+        return "signature", f"a {ours.kind} (a {theirs.kind})"
+    if change := signature_change(theirs.parameters, ours.parameters):
+        return "signature", change
+    if theirs.body == ours.body:
+        return "", ""
+    if theirs.kind == "value":
+        if not (ours.body and theirs.body):
+            return "value", "has a default" if ours.body else "no default"
+        known = is_literal(theirs) and is_literal(ours)
+        return ("value", "another value") if known else ("body", "written anew")
+    there, here = numbers_in(theirs.body), numbers_in(ours.body)
+    only = [f"{', '.join(sorted(numbers))} only {side}" for numbers, side in
+            ((there - here, "there"), (here - there, "here")) if numbers]
+    return "body", "; ".join(["written anew", *only])
+
+
+def reasons_in(tree: ast.Module) -> list[str]:
+    """The deliberate differences that a file's header lists: its bullets, each on one line."""
+    bullets = re.findall(r"^- (.*(?:\n  .*)*)", ast.get_docstring(tree) or "", re.M)
+    return [re.sub(r"\s+", " ", bullet) for bullet in bullets]
+
+
+def reason_for(name: str, names: typing.Iterable[str], reasons: list[str]) -> str:
+    """The first bullet that names the symbol or its class; for a method that many classes have, the class."""
+    owner, _, last = name.rpartition(".")
+    shared = owner and sum(other.rpartition(".")[2] == last for other in names) > 1
+    for part, flags in ((last, 0), (owner, re.IGNORECASE)):     # prose says "the indexer" for Indexer
+        for reason in reasons if part and not (shared and part == last) else ():
+            if re.search(rf"(?<!\w){re.escape(part)}(?!\w)", reason, flags):
+                return reason
+    return ""
+
+
+def imported_names(tree: ast.Module, module: str) -> set[str]:
+    """What a file takes from a module by `from module import ...`."""
+    return {alias.name for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module == module for alias in node.names}
+
+
+class Difference(typing.NamedTuple):
+    """A symbol of the vendor's that is another one in our file, or not there."""
+    file: str
+    symbol: str
+    kind: str       # signature, value, missing: what a caller sees; body
+    how: str
+    reason: str     # from our file's header, or ""
+
+
+def file_differences(file: str, theirs: dict[str, Symbol], tree: ast.Module,
+                     ours: dict[str, Symbol]) -> list[Difference]:
+    """The vendor's symbols beside ours. Its private ones may be missing."""
+    found, reasons = [], reasons_in(tree)
+    for name, symbol in theirs.items():
+        kind, how = difference_of(symbol, ours[name]) if name in ours else ("missing", "only the vendor's")
+        if kind and not (kind == "missing" and (symbol.kind == "kernel" or is_private(name))):
+            found.append(Difference(file, name, kind, how, reason_for(name, theirs, reasons)))
+    return found
+
+
+def vendor_files(folder: str) -> dict[str, Path]:
+    """Those of the vendor's files that are there; the encoding lies beside the inference folder."""
+    places = {name: [Path(folder, name), Path(folder, "..", "encoding", name)] for name in MIRRORS}
+    found = {name: next(filter(Path.is_file, paths), None) for name, paths in places.items()}
+    found = {name: path for name, path in found.items() if path}
+    if not found:
+        raise ValueError(f"{folder} has none of {', '.join(MIRRORS)}: --vendor-dir names a copy of the "
+                         "vendor's inference folder")
+    return found
+
+
+def diff_report(vendor_dir: str, our_dir: str) -> Report:
+    """Reads both sides' files and compares them; neither is run."""
+    files = vendor_files(vendor_dir)
+    trees = {name: parse_file(path) for name, path in files.items()}
+    vendor = {name: symbols_of(tree) for name, tree in trees.items()}
+    if "kernel.py" in vendor and "model.py" in vendor:      # the rest of it is TileLang's inside
+        public = imported_names(trees["model.py"], "kernel")
+        vendor["kernel.py"] = {name: s for name, s in vendor["kernel.py"].items() if name in public}
+    our_trees = {name: parse_file(Path(our_dir, name)) for name in sorted({MIRRORS[name] for name in files})}
+    ours = {name: symbols_of(tree) for name, tree in our_trees.items()}
+    found = [difference for name, symbols in vendor.items() for difference in
+             file_differences(name, symbols, our_trees[MIRRORS[name]], ours[MIRRORS[name]])]
+    found.sort(key=lambda one: (one.reason != "", list(MIRRORS).index(one.file), one.kind == "body"))
+    known = {MIRRORS[name]: set() for name in files}
+    for name, symbols in vendor.items():
+        known[MIRRORS[name]] |= symbols.keys()
+    added = {name: [symbol for symbol in symbols if symbol not in known[name] and not is_private(symbol)]
+             for name, symbols in ours.items()}
+    bare, total = [one for one in found if not one.reason], sum(map(len, vendor.values()))
+    seen = sum(one.kind != "body" for one in bare)
+    absent = [name for name in MIRRORS if name not in files]
+    verdict = (f"{total} symbols of the vendor's: {total - len(found)} the same, {len(found) - len(bare)} "
+               f"differ for a stated reason, {len(bare)} without one ({seen} in what a caller sees, "
+               f"{len(bare) - seen} in the body alone).")
+    return Report(
+        f"Where do our files differ from the vendor's in {vendor_dir}, and does a header say why?",
+        ["file", "symbol", "difference (the vendor's in brackets)", "reason"], diff_rows(found, added),
+        verdict + (f" Not there to compare: {', '.join(absent)}." if absent else ""),
+        "whether a body written anew computes the same (the proofs are for that), decorators, the insides of "
+        "GPU kernels, and whether a reason is a good one", not bare,
+        {"same": total - len(found), "differences": [one._asdict() for one in found], "only_ours": added})
+
+
+def diff_rows(found: list[Difference], added: dict[str, list[str]]) -> list[list[str]]:
+    """A row for each file, difference and reason; without a reason every symbol is named."""
+    groups: dict[tuple, list[str]] = {}
+    for one in found:
+        groups.setdefault((one.file, one.how, one.reason), []).append(one.symbol)
+    rows = [[file, some_of(names, 4 if reason else len(names)), how,
+             textwrap.shorten(reason, 80, placeholder=" ...") or "NONE GIVEN"]
+            for (file, how, reason), names in groups.items()]
+    return rows + [[file, some_of(names, 4), "only ours", ""] for file, names in added.items() if names]
+
+
+def is_private(symbol: str) -> bool:
+    return symbol.split(".")[-1].startswith("_")
+
+
+def some_of(names: list[str], most: int) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@lab("diff", "the vendor's files beside ours, symbol by symbol, with the reason for each difference",
+     vendor_dir={"required": True, "metavar": "DIR", "help": "a copy of the vendor's inference folder"},
+     ckpt_path=None)
+def diff(args: argparse.Namespace) -> Report:
+    """Symbols by name: signatures, values, bodies; and our headers' bullets beside what differs."""
+    return diff_report(args.vendor_dir, os.path.dirname(os.path.abspath(model.__file__)))
+
+
+# ---- swap, audit, diff: proofs
+
+def lab_output(*argv) -> tuple[int, str, str]:
+    """A lab command as from the command line: exit code, output, errors."""
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(dest="command")
+    add_lab_parser(commands, argv[0], LAB[argv[0]])
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run_lab(parser.parse_args([str(arg) for arg in argv]))
+    return code, out.getvalue(), err.getvalue()
+
+
+# Layers 0, 4, 128 and an MTP block, of little else: swap runs the reference many times.
+LAB_SMALL = SMALL | {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0],
+                     "n_routed_experts": 4}
+
+
+@functools.lru_cache
+def lab_fixture(kind: str) -> str:
+    """As fixture, of LAB_SMALL: "bf16" or "fp8" (with fp4 experts)."""
+    config = LAB_SMALL | (QUANTISED if kind == "fp8" else {})
+    return write_checkpoint(os.path.join(work_folder(), "lab-" + kind), config)
+
+
+def changed_copy(kind: str, folder: Path, change) -> Path:
+    """A fixture's copy after change(tensors)."""
+    tensors = load_file(os.path.join(lab_fixture(kind), "model.safetensors"))
+    change(tensors)
+    return Path(write_folder(folder, json.loads(Path(lab_fixture(kind), "config.json").read_text()), tensors))
+
+
+def exchange(tensors, a, b):
+    for end in ("weight", "scale"):
+        tensors[f"{a}.{end}"], tensors[f"{b}.{end}"] = tensors[f"{b}.{end}"], tensors[f"{a}.{end}"]
+
+
+def double_scale(tensors, name):
+    tensors[name] = (tensors[name].view(torch.uint8) + 1).view(torch.float8_e8m0fnu)
+
+
+def set_code(tensors, name, code):
+    tensors[name].view(torch.uint8)[0, 0] = code
+
+
+def move_row(tensors, name, row):
+    tensors[name][row] = tensors[name][row - 1]
+
+
+def prompt_of(count: int) -> list[int]:
+    return swap_prompt(LAB_SMALL, count).tolist()
+
+
+def both(*weights):
+    return [f"{weight}.{end}" for weight in weights for end in ("weight", "scale")]
+
+
+# A copy's fault: the fixture, the change, and {the unit that swap must name: the stored tensors that differ}.
+EXPERT_1_2 = "layers.1.ffn.experts.2"
+PLANTED = {
+    "w1 and w3 exchanged": ("fp8", lambda t: exchange(t, EXPERT_1_2 + ".w1", EXPERT_1_2 + ".w3"),
+                            {EXPERT_1_2: both(EXPERT_1_2 + ".w1", EXPERT_1_2 + ".w3")}),
+    "scale doubled": ("fp8", lambda t: double_scale(t, EXPERT_1_2 + ".w2.scale"),
+                      {EXPERT_1_2: [EXPERT_1_2 + ".w2.scale"]}),
+    "another layer's": ("fp8", lambda t: exchange(t, "layers.1.attn.wq_b", "layers.2.attn.wq_b"),
+                        {f"layers.{i}.attn.wq_b.weight": both(f"layers.{i}.attn.wq_b") for i in (1, 2)}),
+    "transposed": ("bf16", lambda t: t.update({"layers.2.attn.wo_b.weight":
+                                               t["layers.2.attn.wo_b.weight"].T.contiguous()}),
+                   {"layers.2.attn.wo_b.weight": ["layers.2.attn.wo_b.weight"]}),
+    "embedding row moved": ("fp8", lambda t: move_row(t, "embed.weight", prompt_of(24)[0]),
+                            {"embed.weight": ["embed.weight"]}),
+    "scale is NaN": ("fp8", lambda t: set_code(t, "layers.2.attn.wkv.scale", 255),
+                     {"layers.2.attn.wkv.weight": ["layers.2.attn.wkv.scale"]}),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_swap_convicts_the_very_tensor(tmp_path, fault):
+    """Planted: one fault each. It alone is named; with the original's values the answer is back."""
+    kind, change, units = PLANTED[fault]
+    where = "--ckpt-path", changed_copy(kind, tmp_path / "copy", change), "--original", lab_fixture(kind)
+    code, out, _ = lab_output("swap", *where, "--tokens", 24, "--json")
+    found = json.loads(out)
+    assert code == 1 and found["healthy"] is False and "CONVICTED" in found["verdict"]
+    assert {row["unit"]: row["differ"] for row in found["rows"]} == units
+    assert found["before"] != 0 and found["all"] == 0
+    if len(units) == 1:
+        assert found["rows"][0]["logits"] == 0 and "restores the answer, exactly" in found["verdict"]
+    assert all(row["beyond"] > 0 for row in found["rows"])
+
+
+def test_swap_compares_what_the_prompt_does_not_use(tmp_path):
+    """An embedding row that no token of the prompt asks for changes no answer, and is still convicted."""
+    row = next(i for i in range(512) if i not in prompt_of(24))
+    copied = changed_copy("fp8", tmp_path / "copy", lambda tensors: move_row(tensors, "embed.weight", row))
+    flags = "swap", "--ckpt-path", copied, "--original", lab_fixture("fp8"), "--tokens", 24
+    code, out, _ = lab_output(*flags)
+    assert code == 1 and "embed.weight: this prompt does not use what is wrong" in out
+    code, out, _ = lab_output(*flags, "--names", "attn")
+    assert code == 0 and "CLEARED" in out
+
+
+@pytest.mark.parametrize("mp, expert_dtype", [(1, None), (2, None), (2, "fp8")])
+def test_swap_and_audit_clear_conversions(tmp_path, mp, expert_dtype):
+    """Healthy: what convert.py makes, in the vendor's layout, joined and decoded by NumPy."""
+    convert.main(lab_fixture("fp8"), str(tmp_path / "out"), LAB_SMALL["n_routed_experts"], mp, expert_dtype)
+    where = "--ckpt-path", tmp_path / "out", "--original", lab_fixture("fp8")
+    code, out, _ = lab_output("swap", *where, "--tokens", 24, "--json")
+    assert code == 0 and json.loads(out)["before"] == 0 and json.loads(out)["rows"] == []
+    code, out, _ = lab_output("audit", *where, "--experts", 1000, "--json")
+    found = json.loads(out)
+    assert code == 0 and not any(check["faults"] for check in found["checks"])
+    assert all(check["count"] for check in found["checks"]) and len(found["checks"]) == 11 + (mp > 1)
+
+
+def quantised(weight: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """To the nearest FP8 ("F8_E4M3") or FP4 ("I8") value on scales that are powers of two."""
+    height, width, largest, nearest = (1, FP4_BLOCK, E2M1_MAX, round_e2m1) if dtype == "I8" else (
+        WEIGHT_BLOCK, WEIGHT_BLOCK, E4M3_MAX, round_e4m3)
+    x = weight.double().numpy()
+    blocks = x.reshape(len(x) // height, height, -1, width)                 # [out/h,h,in/w,w]
+    scale = _power_of_two_scale(np.abs(blocks).max(axis=(1, 3)), largest)   # [out/h,in/w]
+    values = nearest(blocks / scale[:, None, :, None]).reshape(x.shape)     # [out,in]
+    bits = torch.from_numpy((np.log2(scale) + 127).astype(np.uint8)).view(torch.float8_e8m0fnu)
+    if dtype != "I8":
+        return torch.from_numpy(values).to(torch.float8_e4m3fn), bits
+    codes = np.abs(values[..., None] - E2M1_TABLE).argmin(axis=-1).astype(np.uint8)     # [out,in]
+    return torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), bits
+
+
+def requantised_copy(folder: Path, change=lambda tensors: None) -> Path:
+    """The bf16 fixture as an FP8 checkpoint with FP4 experts, after change(tensors)."""
+    config, tensors = LAB_SMALL | QUANTISED, load_file(os.path.join(lab_fixture("bf16"), "model.safetensors"))
+    for name, entry in convert.inventory(config).items():
+        if entry["dtype"] in convert.QUANTISED:
+            tensors[name], tensors[convert.scale_of(name)] = quantised(tensors[name], entry["dtype"])
+    change(tensors)
+    return Path(write_folder(folder, config, tensors))
+
+
+def test_swap_tells_a_fault_from_rounding(tmp_path):
+    """BF16 to FP8 and FP4 moves every linear: cleared. One doubled scale among them: that expert alone."""
+    flags = "--original", lab_fixture("bf16"), "--tokens", 6, "--json"
+    code, out, _ = lab_output("swap", "--ckpt-path", requantised_copy(tmp_path / "healthy"), *flags)
+    found = json.loads(out)
+    assert code == 0 and "no more than one rounding" in found["verdict"]
+    assert found["before"] > 0.01 and found["all"] == 0     # the format has its price, and it is all of it
+    assert len(found["rows"]) > 40 and max(row["steps"] for row in found["rows"]) <= 0.5
+    code, out, _ = lab_output("swap", "--ckpt-path", tmp_path / "healthy", *flags, "--names", "layers.0.attn")
+    assert code == 0 and json.loads(out)["healthy"] is None and "another name" in json.loads(out)["verdict"]
+    planted = requantised_copy(tmp_path / "planted", lambda t: double_scale(t, EXPERT_1_2 + ".w3.scale"))
+    code, out, _ = lab_output("swap", "--ckpt-path", planted, *flags)
+    guilty = [row["unit"] for row in json.loads(out)["rows"] if row["beyond"]]
+    assert code == 1 and guilty == [EXPERT_1_2]
+    code, out, _ = lab_output("audit", "--ckpt-path", planted, *flags[:2], "--experts", 1000)
+    assert code == 1 and "1 fault:" in out and EXPERT_1_2 + ".w3.weight: " in out
+
+
+def test_swap_convicts_the_config(tmp_path):
+    """Planted: the right tensors beside a config that lost compress_rope_theta."""
+    copied = changed_copy("fp8", tmp_path / "copy", lambda tensors: None)
+    (copied / "config.json").write_text(json.dumps(LAB_SMALL | QUANTISED | {"compress_rope_theta": 40000}))
+    code, out, _ = lab_output("swap", "--ckpt-path", copied, "--original", lab_fixture("fp8"), "--tokens", 24)
+    assert code == 1 and "config.json (compress_rope_theta): its swap restores the answer, exactly" in out
+
+
+def test_swap_needs_its_control(monkeypatch):
+    """A reference that is not the same twice proves nothing: the control stops it."""
+    tensor, noise = Mixture.tensor, itertools.count(1)
+    monkeypatch.setattr(Mixture, "tensor", lambda self, *args: tensor(self, *args) * (1 + 1e-9 * next(noise)))
+    code, _, err = lab_output("swap", "--original", BOX, "--tokens", 8)
+    assert code == 2 and "control failed" in err
+
+
+def test_swap_and_audit_on_the_box():
+    code, out, _ = lab_output("swap", "--original", BOX, "--tokens", 40)
+    assert code == 0 and "CLEARED" in out and "bit for bit" in out
+    code, out, _ = lab_output("audit", "--original", BOX)
+    assert code == 0 and "Nothing wrong was found" in out
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def twin(tensors):
+    tensors["layers.2.ffn.experts.1.w2.weight"] = tensors["layers.1.ffn.experts.0.w2.weight"].clone()
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda t: set_code(t, "layers.2.attn.wkv.scale", 255), "layers.2.attn.wkv.scale: 1 of 2 are NaN"),
+    (lambda t: set_code(t, "layers.1.attn.wkv.weight", 255), "layers.1.attn.wkv.weight: 1 of 32768 are NaN"),
+    (lambda t: t["norm.weight"].fill_(torch.inf), "norm.weight: 256 of 256 are NaN or infinite"),
+    (lambda t: t["layers.2.ffn.gate.weight"].zero_(), "other than 0 | 119 | layers.2.ffn.gate.weight |"),
+    (twin, "layers.2.ffn.experts.1.w2.weight has the bits of layers.1.ffn.experts.0.w2.weight"),
+    (lambda t: t["layers.0.ffn.gate.tid2eid"][5].fill_(4), "layers.0.ffn.gate.tid2eid: row 5 names an"),
+    (drop("layers.2.attn.compressor.ape"), "asks for | {all} | layers.2.attn.compressor.ape |"),
+    (drop("layers.2.ffn.experts.3.w1.scale"), "asks for | {all} | layers.2.ffn.experts.3.w1.scale |"),
+    (replaced("layers.1.attn.extra", torch.ones(2)), "the config | {more} | layers.1.attn.extra |"),
+    (replaced("layers.2.attn.attn_sink", torch.ones(4)), "layers.2.attn.attn_sink is [4], not [8]"),
+    (replaced("head.weight", torch.randn(512, 256)), "head.weight is F32, not BF16"),
+    (replaced("layers.1.attn.wkv.scale", torch.tensor([[.5, -1.]])), "wkv.scale: 1 of 2 are not positive"),
+    (replaced("layers.1.attn.wkv.scale", torch.tensor([[.5, 3.]])), "wkv.scale: 1 of 2 are no powers of two"),
+])
+def test_audit_names_the_tensor(tmp_path, change, words):
+    """Planted: one fault each, found without the original."""
+    code, out, err = lab_output("audit", "--ckpt-path", changed_copy("fp8", tmp_path / "copy", change))
+    total = len(convert.inventory(LAB_SMALL | QUANTISED))
+    assert code == 1 and words.format(all=total, more=total + 1) in out and "1 fault:" in out, out + err
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda t: move_row(t, "embed.weight", 7), "embed.weight: row 7 |"),
+    (lambda t: t["head.weight"][3:6].neg_(), "head.weight: row 3 and 2 more |"),
+    (lambda t: t["layers.0.ffn.gate.tid2eid"][9].copy_(t["layers.0.ffn.gate.tid2eid"][9].flip(0)),
+     "layers.0.ffn.gate.tid2eid: row 9 |"),
+    (lambda t: double_scale(t, EXPERT_1_2 + ".w2.scale"), EXPERT_1_2 + ".w2.weight: "),
+    (lambda t: exchange(t, EXPERT_1_2 + ".w1", EXPERT_1_2 + ".w3"), EXPERT_1_2 + ".w1.weight: "),
+])
+def test_audit_compares_with_the_original(tmp_path, change, words):
+    """Planted: values that are plausible, and not the original's."""
+    flags = "audit", "--ckpt-path", changed_copy("fp8", tmp_path / "copy", change)
+    code, out, _ = lab_output(*flags, "--original", lab_fixture("fp8"), "--experts", 1000)
+    assert code == 1 and words in out
+    assert lab_output(*flags)[0] == 0       # blind to it, as it says
+
+
+def test_audit_of_ranks(tmp_path):
+    """Planted: one rank's copy of a tensor that all have whole, and the wrong half of one that they share."""
+    convert.main(lab_fixture("fp8"), str(tmp_path), LAB_SMALL["n_routed_experts"], 2, None)
+    path = tmp_path / "model1-mp2.safetensors"
+    tensors = load_file(path)
+    tensors["layers.1.attn_norm.weight"][0] += 1
+    tensors["embed.weight"] = tensors["embed.weight"].flip(0).contiguous()
+    save_file(tensors, path)
+    code, out, _ = lab_output("audit", "--ckpt-path", tmp_path, "--original", lab_fixture("fp8"))
+    assert code == 1 and "| layers.1.attn_norm.weight |" in out
+    assert "embed.weight: row 256 and 255 more |" in out
+
+
+@pytest.mark.parametrize("config", [FILES, BASE, PLAIN, FILES | {
+    "num_nextn_predict_layers": 0, "compress_ratios": [0, 4, 128]}], ids=["fp4", "base", "bf16", "no mtp"])
+def test_audit_clears_every_published_form(tmp_path, config):
+    folder = write_folder(tmp_path / "p", config, random_tensors(config), shards=3)
+    code, out, err = lab_output("audit", "--ckpt-path", folder, "--original", folder)
+    assert code == 0, out + err
+
+
+def test_swap_and_audit_read_the_other_names(tmp_path):
+    """Healthy: a copy in the name space of q_a_proj and the like, without its MTP block."""
+    tensors = load_file(os.path.join(lab_fixture("fp8"), "model.safetensors"))
+    renamed = {in_other_name_space(name): tensor for name, tensor in tensors.items() if not is_mtp(name)}
+    copied = write_folder(tmp_path / "copy", LAB_SMALL | QUANTISED, renamed, shards=2)
+    flags = "--ckpt-path", copied, "--original", lab_fixture("fp8")
+    code, out, err = lab_output("swap", *flags, "--tokens", 8)
+    assert code == 0 and "exactly the original's values" in out, out + err
+    code, out, err = lab_output("audit", *flags)
+    assert code == 0 and "fine, without the MTP block" in out, out + err
+
+
+@pytest.mark.parametrize("argv, words", [
+    (("swap", "--original", "{box}", "--names", "("), "no regular expression"),
+    (("swap", "--original", "{box}", "--names", "nowhere"), "nowhere matches no weight; there are embed"),
+    (("swap", "--original", "{box}", "--tokens", "0"), "--tokens 0: it must be 1 or more"),
+    (("swap", "--original", "{empty}"), "has no config.json"),
+    (("swap", "--original", "{other}"), "are not the same model"),
+    (("swap", "--original", "{box}", "--ckpt-path", "{both}"), "holds more than one checkpoint"),
+    (("swap", "--original", "{box}", "--ckpt-path", "{cut}"), "is cut or damaged"),
+    (("audit", "--svg", "x.svg"), "no heat map"),
+    (("audit", "--ckpt-path", "{empty}"), "has no config.json"),
+    (("audit", "--experts", "0"), "--experts 0: it must be 1 or more"),
+    (("diff", "--vendor-dir", "{empty}"), "has none of model.py"),
+    (("diff", "--vendor-dir", "{broken}"), "model.py is no Python file"),
+])
+def test_swap_audit_and_diff_refuse(tmp_path, argv, words):
+    """Bad input: one sentence, exit code 2."""
+    folders = {name: tmp_path / name for name in ("empty", "both", "cut", "broken")}
+    for path in folders.values():
+        path.mkdir()
+    (folders["broken"] / "model.py").write_text("def (:")
+    for name in ("both", "cut"):
+        shutil.copy(os.path.join(BOX, "config.json"), folders[name])
+        shutil.copy(os.path.join(BOX, "model.safetensors"), folders[name])
+    (folders["both"] / "model0-mp1.safetensors").write_bytes(b"")
+    os.truncate(folders["cut"] / "model.safetensors", 100_000)
+    code, out, err = lab_output(*(arg.format(box=BOX, other=lab_fixture("bf16"), **folders) for arg in argv))
+    assert code == 2 and words in err.splitlines()[-1] and not out
+
+
+VENDOR_SAMPLE = {
+    "model.py": """
+        from kernel import act_quant
+        limit = 448
+        class ModelArgs:
+            dim: int = 4096
+        class Gate(Module):
+            def __init__(self, args: ModelArgs):
+                self.args = args
+            def forward(self, x, input_ids=None):
+                '''Scores.'''
+                return x.softmax(dim=-1)
+        class Norm(torch.nn.Module):
+            def forward(self, x):
+                return x * rsqrt(x.square().mean() + 1e-6)
+        def linear(x, weight, bias=None):
+            return x @ weight
+        def hc_post(x, residual):
+            return x + residual
+        """,
+    "kernel.py": """
+        FP8 = "float8_e4m3"
+        @tilelang.jit(pass_configs=configs)
+        def act_quant_kernel(N, block_size=128):
+            return N
+        def act_quant(x, block_size=128):
+            return act_quant_kernel(x.size(-1), block_size)(x)
+        """,
+    "encoding_dsv4.py": """
+        eos_token: str = "<end>"
+        def render(messages):
+            return "".join(messages) + eos_token
+        """}
+OUR_SAMPLE = {
+    "model.py": '''
+        """Ours.
+
+        Deliberate differences from the vendor:
+        - ModelArgs has no defaults; linear
+          takes scale.
+        - The gate works in fp32.
+        """
+        limit = 448
+        class ModelArgs:
+            dim: int
+        class Gate(nn.Module):
+            def __init__(self, args):
+                """Annotations and docstrings are no difference."""
+                self.args = args
+            def forward(self, x, input_ids=None):
+                return x.float().softmax(dim=-1)
+        class Norm(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * rsqrt(x.square().mean() + 1e-6)
+        def linear(x, weight, scale=None):
+            return x @ weight
+        def hc_post(x, residual):
+            return x + residual
+        def added():
+            pass
+        ''',
+    "kernel.py": """
+        @triton.jit
+        def act_quant_kernel(x_ptr, N):
+            pass
+        def act_quant(x, block_size=128):
+            return act_quant_kernel(x.size(-1), block_size)(x)
+        """,
+    "generate.py": """
+        eos_token = "<end>"
+        def render(messages):
+            return "".join(messages) + eos_token
+        """}
+
+
+def sample_folders(folder: Path, edit: dict) -> tuple[str, str]:
+    """The samples as a vendor's folder (encoding beside inference) and as ours, with `edit` made in ours."""
+    for side, files in (("inference", VENDOR_SAMPLE), ("ours", OUR_SAMPLE)):
+        for name, text in files.items():
+            path = folder / ("encoding" if name.startswith("encoding") else side) / name
+            path.parent.mkdir(exist_ok=True)
+            before, after = edit.get(name, ("", "")) if side == "ours" else ("", "")
+            assert before in text
+            path.write_text(textwrap.dedent(text.replace(before, after) if before else text).strip())
+    return str(folder / "inference"), str(folder / "ours")
+
+
+def test_diff_clears_what_has_a_reason(tmp_path):
+    """Healthy: four differences, each named by a bullet; kernels and annotations are no differences."""
+    report = diff_report(*sample_folders(tmp_path, {}))
+    reasons = {one["symbol"]: one["reason"] for one in report.data["differences"]}
+    assert reasons == {"ModelArgs.dim": "ModelArgs has no defaults; linear takes scale.",
+                       "linear": "ModelArgs has no defaults; linear takes scale.",
+                       "Gate.forward": "The gate works in fp32."}
+    assert report.healthy and report.data["only_ours"] == {
+        "model.py": ["added"], "kernel.py": ["act_quant_kernel"], "generate.py": []}
+    assert "generate.py, convert.py" in report.verdict.split("Not there")[1]
+
+
+@pytest.mark.parametrize("file, before, after, symbol, kind, how", [
+    ("model.py", "limit = 448", "limit = 240", "limit", "value", "another value"),
+    ("model.py", "limit = 448", "", "limit", "missing", "only the vendor's"),
+    ("model.py", "return x + residual", "return residual - x", "hc_post", "body", "written anew"),
+    ("model.py", "+ 1e-6", "+ 1e-5", "Norm.forward", "body",
+     "written anew; 1e-06 only there; 1e-05 only here"),
+    ("model.py", "hc_post(x, residual)", "hc_post(residual, x)", "hc_post", "signature", "in another order"),
+    ("model.py", "Norm(nn.Module)", "Norm(Layer)", "Norm", "signature", "without Module; also Layer"),
+    ("kernel.py", "act_quant(x, block_size=128)", "act_quant(x, block_size=64)", "act_quant", "signature",
+     "block_size=64 (128)"),
+    ("generate.py", "def render(messages)", "def render(messages, *, tools=())", "render", "signature",
+     "also *, tools"),
+    ("generate.py", 'eos_token = "<end>"', 'eos_token = "<eos>"', "eos_token", "value", "another value"),
+])
+def test_diff_finds_what_has_no_reason(tmp_path, file, before, after, symbol, kind, how):
+    """Planted: one more difference, which no bullet names."""
+    report = diff_report(*sample_folders(tmp_path, {file: (before, after)}))
+    bare = [one for one in report.data["differences"] if not one["reason"]]
+    assert [(one["symbol"], one["kind"], one["how"]) for one in bare] == [(symbol, kind, how)]
+    assert report.healthy is False and any("NONE GIVEN" in row and symbol in row for row in report.rows)
+
+
+def test_diff_reads_no_checkpoint(tmp_path, capsys):
+    """Our own files beside themselves are the same; --ckpt-path is not offered."""
+    code, out, _ = lab_output("diff", "--vendor-dir", os.path.dirname(model.__file__), "--json")
+    assert code == 0 and json.loads(out)["differences"] == [] and json.loads(out)["same"] > 300
+    with pytest.raises(SystemExit):
+        lab_output("diff", "--vendor-dir", tmp_path, "--ckpt-path", BOX)
 
 
 # ==========================================================================================================
