@@ -5545,11 +5545,22 @@ def join_axis(shapes: list[tuple], whole: typing.Optional[tuple]) -> typing.Opti
     return None
 
 
+def config_differences(copied: Folder, original: Folder) -> list[str]:
+    """The keys by which the two configs compute something else; another model's config is refused."""
+    a, b = original.config, copied.config
+    odd = [key for key in convert.CONFIG_KEYS if a[key] != b[key]]
+    if {*odd} - {*FORMAT_KEYS, "compress_ratios"}:
+        raise ValueError(f"{copied.folder} and {original.folder} are not the same model ({', '.join(odd)} "
+                         "differ): give the checkpoint that it was converted from")
+    return sorted(key for key in {*model.PUBLISHED_KEYS, "rope_scaling"} - FORMAT_KEYS
+                  if a.get(key) != b.get(key))
+
+
 class Deviation(typing.NamedTuple):
     """How far a tensor is from the original's. A step is the distance of neighbours in its own format."""
     error: float        # max |a - b| / max |a|
     steps: float        # the farthest value's
-    beyond: int         # values that rounding does not explain
+    beyond: int         # values that rounding does not explain; values clipped on purpose count
     size: int
 
     def cells(self) -> list[str]:
@@ -5625,14 +5636,8 @@ class Swap:
 
     def __init__(self, converted: str, original: str, count: int):
         self.copy, self.original = FolderReference(converted), FolderReference(original)
-        a, b = self.original.config, self.copy.config
-        odd = [key for key in convert.CONFIG_KEYS if a[key] != b[key]]
-        if {*odd} - {*FORMAT_KEYS, "compress_ratios"}:
-            raise ValueError(f"{converted} and {original} are not the same model ({', '.join(odd)} differ): "
-                             "give the checkpoint that it was converted from")
-        self.config_keys = sorted(key for key in {*model.PUBLISHED_KEYS, "rope_scaling"} - FORMAT_KEYS
-                                  if a.get(key) != b.get(key))
-        self.tokens = swap_prompt(a, count)
+        self.config_keys = config_differences(self.copy.checkpoint, self.original.checkpoint)
+        self.tokens = swap_prompt(self.copy.config, count)
         self.truth, _ = self.run(self.original)
         if not np.isfinite(self.truth).all():
             raise ValueError(f"the answer of {original} is not finite: run audit on it first")
@@ -5737,7 +5742,7 @@ def swap_verdict(rows: list[Swapped], before: float, rest: float,
     if guilty:
         told = []
         for row in guilty[:10]:
-            effect = ("this prompt does not use what is wrong" if row.error == before else
+            effect = ("its swap alone does not change this prompt's error" if row.error == before else
                       "its swap restores the answer, exactly" if row.error == 0 else
                       f"its swap brings the error from {figure(before)} to {figure(row.error)}")
             told.append(f"{swap_label(row)}: {effect}")
@@ -5802,6 +5807,7 @@ def swap_tensors(args: argparse.Namespace) -> Report:
 
 
 SWAP_ROWS = 20      # rows printed; --json has all
+SHARED_READER = "a mistake in reading names and headers, which is convert.py's for both folders"
 
 
 def swap_blind(swap: Swap, count: int) -> str:
@@ -5812,7 +5818,8 @@ def swap_blind(swap: Swap, count: int) -> str:
     if any(map(is_mtp, swap.copy.checkpoint.entries)):
         missed.append("an MTP block's effect (its tensors are compared, the answer does not use them)")
     return "; ".join([*missed, "the effect of experts and rows that this prompt does not use (their values "
-                      "are compared)", "rounding of activations", "the engine's own loading and arithmetic"])
+                      "are compared)", SHARED_READER, "rounding of activations",
+                      "the engine's own loading and arithmetic"])
 
 
 # ---- audit
@@ -5940,26 +5947,28 @@ def audit_original(folder: Folder, original: Folder, count: int) -> list[Check]:
         return all(name in f.entries and f.entries[name][1] == f.wanted[name] for f in (folder, original))
     tables = [name for name, kind, _ in convert.parameters(folder.config)
               if name in ("embed.weight", "head.weight") or kind == "I64"]
+    keys, faults = config_differences(folder, original), []
     tables = [name for name in tables if comparable(name)]
-    faults = []
     for name in tables:
         rows = differing_rows(original, folder, name)
         if len(rows):
             faults.append(f"{name}: row {rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else ""))
-    checks = [Check("embedding, head and hash rows as in the original", len(tables), faults)]
+    checks = [Check("config.json as in the original, but for the format", 1, keys),
+              Check("embedding, head and hash rows as in the original", len(tables), faults)]
     experts = sorted({unit[1] for name in folder.entries if (unit := EXPERT_UNIT.fullmatch(name))
                       if convert.EXPERT.search(name)})
-    faults, rounded = [], 0
+    faults, rounded, compared = [], 0, 0
     sample = sorted(random.Random(0).sample(experts, min(count, len(experts))))
     for name in (f"{expert}.{part}.weight" for expert in sample for part in ("w1", "w2", "w3")):
         if comparable(name):
+            compared += 1
             far = deviation(original, folder, name)
             rounded += bool(far.error and not far.beyond)
             if far.beyond:
                 faults.append(f"{name}: {far.beyond} of {far.size} values, up to {far.steps:.3g} steps off")
     note = f"{rounded} re-quantised, none off by more than one rounding" if rounded else "fine"
     return checks + [Check(f"sampled experts as in the original ({len(sample)} of {len(experts)})",
-                           3 * len(sample), faults, note)]
+                           compared, faults, note)]
 
 
 @lab("audit", "a checkpoint against its config and, if given, against the original",
@@ -5984,7 +5993,8 @@ def audit(args: argparse.Namespace) -> Report:
         ["check", "tensors", "result"], [check.row() for check in checks],
         f"{faults} {'faults' if faults > 1 else 'fault'}: {'; '.join(failed)}." if faults else
         "Nothing wrong was found.",
-        f"{blind}; whether the engine reads them rightly; whether the config is the right one", not faults,
+        f"{blind}; {SHARED_READER}; whether the engine reads it rightly" + (
+            "" if args.original else "; whether the config is the right one"), not faults,
         {"checks": [check._asdict() for check in checks]})
 
 
@@ -6324,7 +6334,7 @@ def test_swap_compares_what_the_prompt_does_not_use(tmp_path):
     copied = changed_copy("fp8", tmp_path / "copy", lambda tensors: move_row(tensors, "embed.weight", row))
     flags = "swap", "--ckpt-path", copied, "--original", lab_fixture("fp8"), "--tokens", 24
     code, out, _ = lab_output(*flags)
-    assert code == 1 and "embed.weight: this prompt does not use what is wrong" in out
+    assert code == 1 and "embed.weight: its swap alone does not change this prompt's error" in out
     code, out, _ = lab_output(*flags, "--names", "attn")
     assert code == 0 and "CLEARED" in out
 
@@ -6339,7 +6349,7 @@ def test_swap_and_audit_clear_conversions(tmp_path, mp, expert_dtype):
     code, out, _ = lab_output("audit", *where, "--experts", 1000, "--json")
     found = json.loads(out)
     assert code == 0 and not any(check["faults"] for check in found["checks"])
-    assert all(check["count"] for check in found["checks"]) and len(found["checks"]) == 11 + (mp > 1)
+    assert all(check["count"] for check in found["checks"]) and len(found["checks"]) == 12 + (mp > 1)
 
 
 def quantised(weight: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -6385,12 +6395,14 @@ def test_swap_tells_a_fault_from_rounding(tmp_path):
     assert code == 1 and "1 fault:" in out and EXPERT_1_2 + ".w3.weight: " in out
 
 
-def test_swap_convicts_the_config(tmp_path):
+def test_swap_and_audit_convict_the_config(tmp_path):
     """Planted: the right tensors beside a config that lost compress_rope_theta."""
     copied = changed_copy("fp8", tmp_path / "copy", lambda tensors: None)
     (copied / "config.json").write_text(json.dumps(LAB_SMALL | QUANTISED | {"compress_rope_theta": 40000}))
     code, out, _ = lab_output("swap", "--ckpt-path", copied, "--original", lab_fixture("fp8"), "--tokens", 24)
     assert code == 1 and "config.json (compress_rope_theta): its swap restores the answer, exactly" in out
+    code, out, _ = lab_output("audit", "--ckpt-path", copied, "--original", lab_fixture("fp8"))
+    assert code == 1 and "but for the format | 1 | compress_rope_theta |" in out
 
 
 def test_swap_needs_its_control(monkeypatch):
@@ -6493,6 +6505,7 @@ def test_swap_and_audit_read_the_other_names(tmp_path):
     (("swap", "--original", "{box}", "--tokens", "0"), "--tokens 0: it must be 1 or more"),
     (("swap", "--original", "{empty}"), "has no config.json"),
     (("swap", "--original", "{other}"), "are not the same model"),
+    (("audit", "--original", "{other}"), "are not the same model"),
     (("swap", "--original", "{box}", "--ckpt-path", "{both}"), "holds more than one checkpoint"),
     (("swap", "--original", "{box}", "--ckpt-path", "{cut}"), "is cut or damaged"),
     (("audit", "--svg", "x.svg"), "no heat map"),
