@@ -6308,6 +6308,9 @@ PLANTED = {
                    {"layers.2.attn.wo_b.weight": ["layers.2.attn.wo_b.weight"]}),
     "embedding row moved": ("fp8", lambda t: move_row(t, "embed.weight", prompt_of(24)[0]),
                             {"embed.weight": ["embed.weight"]}),
+    "one code, by one": ("fp8", lambda t: set_code(t, "layers.1.attn.wkv.weight",
+                                                   1 ^ t["layers.1.attn.wkv.weight"].view(torch.uint8)[0, 0]),
+                         {"layers.1.attn.wkv.weight": ["layers.1.attn.wkv.weight"]}),
     "scale is NaN": ("fp8", lambda t: set_code(t, "layers.2.attn.wkv.scale", 255),
                      {"layers.2.attn.wkv.weight": ["layers.2.attn.wkv.scale"]}),
 }
@@ -6569,6 +6572,7 @@ OUR_SAMPLE = {
         Deliberate differences from the vendor:
         - ModelArgs has no defaults; linear
           takes scale.
+        - forward, which both classes have, names neither of them.
         - The gate works in fp32.
         """
         limit = 448
