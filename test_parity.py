@@ -5742,8 +5742,9 @@ def swap_verdict(rows: list[Swapped], before: float, rest: float,
     if guilty:
         told = []
         for row in guilty[:10]:
-            effect = ("its swap alone does not change this prompt's error" if row.error == before else
-                      "its swap restores the answer, exactly" if row.error == 0 else
+            effect = (f"its swap alone leaves the error at {figure(before)}"
+                      if figure(row.error) == figure(before) else "its swap restores the answer, exactly"
+                      if row.error == 0 else
                       f"its swap brings the error from {figure(before)} to {figure(row.error)}")
             told.append(f"{swap_label(row)}: {effect}")
         more = f"; and {len(guilty) - 10} more" if len(guilty) > 10 else ""
@@ -6337,7 +6338,7 @@ def test_swap_compares_what_the_prompt_does_not_use(tmp_path):
     copied = changed_copy("fp8", tmp_path / "copy", lambda tensors: move_row(tensors, "embed.weight", row))
     flags = "swap", "--ckpt-path", copied, "--original", lab_fixture("fp8"), "--tokens", 24
     code, out, _ = lab_output(*flags)
-    assert code == 1 and "embed.weight: its swap alone does not change this prompt's error" in out
+    assert code == 1 and "embed.weight: its swap alone leaves the error at 0" in out
     code, out, _ = lab_output(*flags, "--names", "attn")
     assert code == 0 and "CLEARED" in out
 
