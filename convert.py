@@ -7,7 +7,8 @@ the files it writes, byte for byte. Deliberate differences:
   dimension, the free disk space. The vendor converts what it finds.
 - A file gets its name when it is whole, so a broken run can be started again; whole files of the
   same checkpoint are kept.
-- Names are translated component by component. The vendor replaces text anywhere in a name.
+- Names are translated component by component. The vendor replaces text anywhere in a name (its mapping).
+- The values of FP4 codes are kernel.py's; the vendor has a FP4_TABLE of its own here.
 - Shared experts stay whole, as the model has them. The vendor splits them if they are named gate_proj etc.
 - The fp4 to fp8 cast refuses a block whose scales are too far apart for it to be lossless.
 - wo_a may have dimensions that are no multiples of 128. DSpark draft stages (Flash-0731) are left out.

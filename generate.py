@@ -7,13 +7,18 @@ Deliberate differences from the vendor's encoding_dsv4.py:
 - A prompt remembers which of its stretches are people's words (Marked): control tokens typed there stay text.
 - Arguments of a call in the history may be an object as well as JSON text; null content is empty text.
 - A conversation that nothing can answer is a ValueError that names the message; the vendor asserts.
-- There are two tables of reasoning efforts, because Flash-0731 was trained with other texts.
-- One StreamParser reads answers, whole or in pieces. It never raises: what is unambiguous is recovered, the
-  rest is shown as it is and not run.
+- There are two tables of reasoning efforts, because Flash-0731 was trained with other texts: render_message
+  and encode_messages take the one to use (efforts).
+- A prompt is put together from marked parts. So there are no format strings for whole messages
+  (system_msg_template, user_msg_template, latest_reminder_msg_template, assistant_msg_template,
+  assistant_msg_wo_eos_template, thinking_template): render_message's helpers hold these texts.
+- One StreamParser reads answers, whole or in pieces, in place of parse_tool_calls. It never raises: what is
+  unambiguous is recovered, the rest is shown as it is and not run.
 - A parsed message has two keys more: an id for each call, and error (None or one line).
 
 Deliberate differences from the vendor's generate.py:
-- load_model reads the published checkpoint; sample also takes top_p; temperature 0 is argmax everywhere.
+- load_model reads the published checkpoint; sample and generate also take top_p; temperature 0 is argmax
+  everywhere. main takes the command line; the encoding is in this file (no current_dir, encoding_dir).
 - The prompt is prefilled in chunks (progress, Ctrl-C), and a chat computes only what is new to the model.
 - An answer streams, and one that the token limit cut is marked; the vendor ends it as if it were whole.
 - Defaults: 4096 new tokens (the vendor: 300), a context of up to 16384 (4096), the temperature of

@@ -9,7 +9,8 @@ streams, r compressed rows, g groups of heads. Where the vendor's releases diffe
 Deliberate differences from the vendor:
 - ModelArgs has no default for anything that a checkpoint's config says; from_config reads both its forms.
 - Dtypes come from the checkpoint's tensors, so there are no arguments dtype, expert_dtype, scale_dtype. The
-  vendor's globals for them, and set_dtype, are Mode and run_mode here, so that models do not share them.
+  vendor's globals default_dtype, scale_dtype, scale_fmt, and set_dtype, are Mode and run_mode here, so that
+  models do not share them.
 - forward takes any number of tokens at any start_pos. The vendor: a whole prompt at 0, else one token.
 - The window's ring buffer has room for a chunk, so that whole prompt, chunk and single token take one way
   through Attention: write the rows, then attend. Long inputs are cut into chunks of max_chunk tokens.
@@ -21,6 +22,8 @@ Deliberate differences from the vendor:
   a process runs at a time: Mode is global, as the vendor's settings are.
 - Activations are bf16, or fp32 for exact comparison, and each of the four ROUND_TRIPS can be switched off
   (without "act" a quantised weight is dequantised and multiplied as it is).
+- Transformer takes the dtype of activations and the round trips; RMSNorm's eps and ParallelHead's norm_eps
+  and hc_eps have no defaults; ColumnParallelLinear.forward is Linear's.
 - Caches and states are allocated by reset_caches, after loading; the vendor's are buffers made in __init__.
 - gate.weight is held in fp32 (the vendor: bf16, converted at each use), tid2eid in int64; only the last
   position goes through the head; no Linear can have a bias.

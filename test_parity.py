@@ -6004,6 +6004,7 @@ def audit(args: argparse.Namespace) -> Report:
 # The vendor's files, and those of ours that mirror them.
 MIRRORS = {"model.py": "model.py", "kernel.py": "kernel.py", "generate.py": "generate.py",
            "encoding_dsv4.py": "generate.py", "convert.py": "convert.py"}
+OWN_BODY = "bodies are our own"
 
 
 class Symbol(typing.NamedTuple):
@@ -6200,14 +6201,14 @@ def diff_report(vendor_dir: str, our_dir: str) -> Report:
     seen = sum(one.kind != "body" for one in bare)
     absent = [name for name in MIRRORS if name not in files]
     verdict = (f"{total} symbols of the vendor's: {total - len(found)} the same, {len(found) - len(bare)} "
-               f"differ for a stated reason, {len(bare)} without one ({seen} in what a caller sees, "
-               f"{len(bare) - seen} in the body alone).")
+               f"differ for a stated reason, {len(bare) - seen} in their body alone, as all bodies are our own, "
+               f"and {seen} in what a caller sees without a reason.")
     return Report(
         f"Where do our files differ from the vendor's in {vendor_dir}, and does a header say why?",
         ["file", "symbol", "difference (the vendor's in brackets)", "reason"], diff_rows(found, added),
         verdict + (f" Not there to compare: {', '.join(absent)}." if absent else ""),
         "whether a body written anew computes the same (the proofs are for that), decorators, the insides of "
-        "GPU kernels, and whether a reason is a good one", not bare,
+        "GPU kernels, and whether a reason is a good one", not seen,
         {"same": total - len(found), "differences": [one._asdict() for one in found], "only_ours": added})
 
 
@@ -6215,10 +6216,10 @@ def diff_rows(found: list[Difference], added: dict[str, list[str]]) -> list[list
     """A row for each file, difference and reason; without a reason every symbol is named."""
     groups: dict[tuple, list[str]] = {}
     for one in found:
-        groups.setdefault((one.file, one.how, one.reason), []).append(one.symbol)
-    rows = [[file, some_of(names, 4 if reason else len(names)), how,
-             textwrap.shorten(reason, 80, placeholder=" ...") or "NONE GIVEN"]
-            for (file, how, reason), names in groups.items()]
+        reason = one.reason or (OWN_BODY if one.kind == "body" else "NONE GIVEN")
+        groups.setdefault((one.file, one.how, reason), []).append(one.symbol)
+    rows = [[file, some_of(names, len(names) if reason == "NONE GIVEN" else 4), how,
+             textwrap.shorten(reason, 80, placeholder=" ...")] for (file, how, reason), names in groups.items()]
     return rows + [[file, some_of(names, 4), "only ours", ""] for file, names in added.items() if names]
 
 
@@ -6648,11 +6649,13 @@ def test_diff_clears_what_has_a_reason(tmp_path):
     ("generate.py", 'eos_token = "<end>"', 'eos_token = "<eos>"', "eos_token", "value", "another value"),
 ])
 def test_diff_finds_what_has_no_reason(tmp_path, file, before, after, symbol, kind, how):
-    """Planted: one more difference, which no bullet names."""
+    """Planted: one more difference, which no bullet names. A body alone is shown, and is no fault."""
     report = diff_report(*sample_folders(tmp_path, {file: (before, after)}))
     bare = [one for one in report.data["differences"] if not one["reason"]]
     assert [(one["symbol"], one["kind"], one["how"]) for one in bare] == [(symbol, kind, how)]
-    assert report.healthy is False and any("NONE GIVEN" in row and symbol in row for row in report.rows)
+    assert report.healthy is (kind == "body")
+    assert any(("bodies are our own" if kind == "body" else "NONE GIVEN") in row and symbol in row
+               for row in report.rows)
 
 
 def test_diff_reads_no_checkpoint(tmp_path, capsys):
