@@ -5426,6 +5426,278 @@ def svg_of(heats: typing.Sequence[Heat], cell: int = 36) -> str:
             f'font-family="sans-serif" font-size="12">{hatch}{"".join(parts)}</svg>\n')
 
 
+# ---- arms
+
+class Question(typing.NamedTuple):
+    """A prompt for a lab command; `code` is what a model that remembers answers with, None if nobody knows."""
+    tokenizer: typing.Any
+    ids: list[int]
+    code: typing.Optional[str]
+
+
+PROMPT_HELP = "what the user says (default: a code is told, filler, the code is asked for)"
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """--prompt in the chat format; without it a code, told so far back that windows, top-k and ratio-128 rows
+    all matter, and asked for."""
+    config = model.ModelArgs.from_config(generate.config_of(args.ckpt_path, None))
+    tokenizer = generate.load_tokenizer(args.ckpt_path)
+    if tokenizer is None:
+        raise ValueError(f"{args.ckpt_path} has no tokenizer.json, so it has no prompts: copy the one that "
+                         "belongs to it there")
+    code, text = None, args.prompt
+    if text == "":
+        raise ValueError("--prompt is empty: say something, or leave it out for the default")
+    if text is None:
+        rng = random.Random(0)
+        who, code = drawn("{who}", rng), drawn("{n} {a}", rng)
+        text = f"The code for {who} is {code}."
+        while len(tokenizer.encode(text).ids) < max(10 * config.window_size, 5 * 4 * config.index_topk):
+            text += drawn(" The {a} {n} {v} the {n} under the {a} {n}.", rng)
+        text += f"\nWhat is the code for {who}?"
+    prompt = encode_messages([{"role": "user", "content": text}], "chat")
+    return Question(tokenizer, encode_prompt(tokenizer, prompt), code)
+
+
+class Arm(typing.NamedTuple):
+    """One thing to switch. idle(engine, tokens): why the switch has nothing to act on there, or ""."""
+    name: str
+    switch: typing.Callable     # (engine, monkeypatch) switches it until the patch is undone
+    idle: typing.Callable
+
+
+def without(trip: str):
+    """Switches one round trip off."""
+    def switch(engine, patch):
+        rest = tuple(name for name in engine.mode.round_trips if name != trip)
+        patch.setattr(engine, "mode", engine.mode._replace(round_trips=rest))
+    return switch
+
+
+def index_keys(rounded: typing.Callable):
+    """Another rounding of the indexer's keys, after the Hadamard rotation; its queries stay in FP4."""
+    def switch(engine, patch):
+        round_queries = model.round_index
+        patch.setattr(model, "round_index", lambda x: (
+            round_queries(x) if x.ndim == 4 else rounded(model.rotate_activation(x))))
+    return switch
+
+
+def fp8_key(x: torch.Tensor) -> torch.Tensor:
+    return model.act_quant(x, min(x.size(-1), 128), model.mode.scale_fmt, model.mode.scale_dtype, True)
+
+
+def topk_change(change: typing.Callable):
+    def switch(engine, patch):
+        for attn in attentions(engine, 4):
+            patch.setattr(attn.indexer, "index_topk", change(attn.indexer.index_topk))
+    return switch
+
+
+def rows_off(*ratios: int):
+    """No query sees a compressed row of these ratios."""
+    def switch(engine, patch):
+        visible = model.visible_rows
+        patch.setattr(model, "visible_rows",
+                      lambda ratio, *rest: visible(ratio, *rest) * (ratio not in ratios))
+    return switch
+
+
+def rope_change(compresses: bool, change: typing.Callable):
+    """Another constant in the rotary tables of the layers that compress, or of those that do not."""
+    def switch(engine, patch):
+        for attn in attentions(engine):
+            if bool(attn.compress_ratio) == compresses:
+                table = functools.partial(attn.precompute_freqs_cis, **change(engine.args))
+                patch.setattr(attn, "precompute_freqs_cis", table)
+    return switch
+
+
+def never_idle(engine, tokens: int) -> str:
+    return ""
+
+
+def no_kernels(engine, tokens: int) -> str:
+    runs = engine.embed.weight.device.type == kernel.TRITON_DEVICE
+    return "" if runs else "not here: the fallbacks are all that runs on this machine"
+
+
+def no_rows(*ratios: int):
+    def idle(engine, tokens):
+        if any(attentions(engine, ratio) and tokens >= ratio for ratio in ratios):
+            return ""
+        return f"no row of ratio {' or '.join(map(str, ratios))} is complete after {tokens} tokens"
+    return idle
+
+
+def no_more_rows(engine, tokens: int) -> str:
+    rows, topk = tokens // 4, engine.args.index_topk
+    more = attentions(engine, 4) and rows > topk
+    return "" if more else f"all of at most {rows} rows are chosen already, index_topk is {topk}"
+
+
+def no_quantised_weight(engine, tokens: int) -> str:
+    scales = [module.scale for module in engine.modules() if isinstance(module, model.Linear)]
+    return "" if any(scale is not None for scale in scales) else "no weight is quantised"
+
+
+def same_theta(engine, tokens: int) -> str:
+    differs = engine.args.compress_rope_theta != engine.args.rope_theta
+    return no_rows(4, 128)(engine, tokens) if differs else "the two are equal"
+
+
+def no_window_layer(engine, tokens: int) -> str:
+    return "" if attentions(engine, 0) else "every layer compresses"
+
+
+def no_yarn(engine, tokens: int) -> str:
+    return "" if engine.args.original_seq_len and engine.args.rope_factor != 1 else "the config has no YaRN"
+
+
+CONTROL = "nothing switched"
+NO_COMPRESSED = "compressed rows off"
+ARMS = [
+    Arm(CONTROL, lambda engine, patch: None, lambda engine, tokens: "the control"),
+    Arm("fallbacks in place of Triton kernels", lambda engine, patch: patch.setattr(
+        kernel, "TRITON_DEVICE", None), no_kernels),
+    Arm("FP8 of KV off", without("kv"), never_idle),
+    Arm("index keys FP8, queries FP4", index_keys(fp8_key), no_rows(4)),
+    Arm("index keys BF16, queries FP4", index_keys(lambda x: x), no_rows(4)),
+    Arm("index keys and queries BF16", without("index"), no_rows(4)),
+    Arm("Hadamard off, FP4 on", without("hadamard"), no_rows(4)),
+    Arm("activation quantisation off", without("act"), no_quantised_weight),
+    Arm("index_topk x2", topk_change(lambda topk: 2 * topk), no_more_rows),
+    Arm("index_topk: all rows", topk_change(lambda topk: 1 << 30), no_more_rows),
+    Arm(NO_COMPRESSED, rows_off(4, 128), no_rows(4, 128)),
+    Arm("ratio-4 rows off", rows_off(4), no_rows(4)),
+    Arm("ratio-128 rows off", rows_off(128), no_rows(128)),
+    Arm("compress_rope_theta = rope_theta", rope_change(True, lambda args: {"base": args.rope_theta}),
+        same_theta),
+    Arm("rope_theta x4", rope_change(False, lambda args: {"base": 4 * args.rope_theta}), no_window_layer),
+    Arm("YaRN off", rope_change(True, lambda args: {"original_seq_len": 0}), no_yarn),
+]
+CHANGES, LOGITS_ONLY, NO_CHANGE = "changes the answer", "changes logits only", "no change"
+IDLE, UNREACHED = "nothing to switch", "DID NOT REACH THE ENGINE"
+
+
+class Pass(typing.NamedTuple):
+    """What an engine computed for a prompt and an answer that was fed to it."""
+    logits: torch.Tensor            # [n,vocab] at the prompt's end and at each token of the answer but the last
+    caches: list[torch.Tensor]
+
+
+def run_answer(engine, prompt: list[int], answer: list[int]) -> Pass:
+    """Teacher-forced: the answer is fed whatever the engine would say, so that positions stay comparable."""
+    tokens = torch.tensor([prompt + answer])
+    logits = [engine(tokens[:, :len(prompt)])]
+    logits += [engine(tokens[:, p:p + 1], p) for p in range(len(prompt), tokens.size(1) - 1)]
+    caches = [attn.kv_cache for attn in attentions(engine)]
+    caches += [attn.indexer.kv_cache for attn in attentions(engine, 4)]
+    return Pass(torch.cat(logits).cpu(), caches)
+
+
+def same_bits(a: Pass, b: Pass) -> bool:
+    return torch.equal(a.logits, b.logits) and all(map(torch.equal, a.caches, b.caches))
+
+
+def run_arm(arm: Arm, engine, question: Question, answer: list[int], baseline: Pass) -> dict:
+    """One arm beside the baseline: its effect, the first token that changes, and errors of the logits."""
+    tokens = len(question.ids) + len(answer) - 1
+    idle = arm.idle(engine, tokens)
+    if idle and arm.name != CONTROL:
+        return {"arm": arm.name, "effect": IDLE, "why": idle}
+    with pytest.MonkeyPatch.context() as patch:
+        model.get_compress_topk_idxs.cache_clear()      # it would answer with what was visible before
+        arm.switch(engine, patch)
+        found = run_answer(engine, question.ids, answer)
+    model.get_compress_topk_idxs.cache_clear()
+    errors = [relative_error(a, b) for a, b in zip(found.logits, baseline.logits)]
+    choices = found.logits.argmax(dim=-1).tolist()
+    first = next((i for i, token in enumerate(answer) if choices[i] != token), None)
+    effect = CHANGES if first is not None else LOGITS_ONLY if any(errors) else NO_CHANGE
+    if arm.name != CONTROL and same_bits(found, baseline):
+        effect = UNREACHED
+    text = None if first is None else [TokenText(question.tokenizer).push(token)
+                                       for token in (answer[first], choices[first])]
+    return {"arm": arm.name, "effect": effect, "first_change": first, "tokens": text,
+            "error_first": errors[0], "error_median": statistics.median(errors)}
+
+
+def greedy_answer(engine, question: Question, n: int) -> list[int]:
+    """Up to n tokens; one that ends the answer is the last."""
+    eos = question.tokenizer.token_to_id(generate.eos_token)
+    answer = generate.generate(engine, [question.ids], n, eos, temperature=0)[0]
+    return answer[:n]       # generate appends eos also where the limit cut the answer
+
+
+def judge_arms(found: list[dict], question: Question, text: str) -> tuple[typing.Optional[bool], str]:
+    """The arms by their effect, and what that says of the engine and of the prompt."""
+    lines = [f"The answer is {text!r}."]
+    for effect in (CHANGES, LOGITS_ONLY, NO_CHANGE, IDLE):
+        names = [row["arm"] for row in found if row["effect"] == effect and row["arm"] != CONTROL]
+        if names:
+            lines.append(f"{effect}: {', '.join(names)}.")
+    effects = {row["arm"]: row["effect"] for row in found}
+    unreached = [name for name, effect in effects.items() if effect == UNREACHED]
+    if effects[CONTROL] != NO_CHANGE:
+        return False, f"{lines[0]}\nFAULT: with nothing switched the logits differ, so no row here counts."
+    if unreached:
+        lines.append(f"FAULT: not one bit of logits or caches changes with {', '.join(unreached)}: the engine "
+                     "does not read what was switched.")
+        return False, "\n".join(lines)
+    if question.code is not None and question.code not in text:
+        lines.append(f"FAULT: it was told {question.code!r} and does not recall it, with nothing switched.")
+        return False, "\n".join(lines)
+    if effects[NO_COMPRESSED] != CHANGES:
+        lines.append(f"With {NO_COMPRESSED} the answer stays: this prompt does not test far recall at all.")
+        return None, "\n".join(lines)
+    lines.append(f"With {NO_COMPRESSED} the answer changes: this prompt does test far recall.")
+    return True, "\n".join(lines)
+
+
+def compare_arms(load_engine: typing.Callable, question: Question, n: int) -> Report:
+    """Every arm on an engine of its own, freshly loaded."""
+    engine = load_engine()
+    answer = greedy_answer(engine, question, n)
+    engine.reset_caches(engine.embed.weight.device)
+    baseline = run_answer(engine, question.ids, answer)
+    found, rows = [], []
+    for arm in ARMS:
+        result = run_arm(arm, load_engine(), question, answer, baseline)
+        found.append(result)
+        if result["effect"] == IDLE:
+            rows.append([arm.name, "", "", "", f"{IDLE}: {result['why']}"])
+            continue
+        change = "" if result["tokens"] is None else "{}: {!r} -> {!r}".format(
+            result["first_change"], *result["tokens"])
+        rows.append([arm.name, change, f"{result['error_first']:.1e}", f"{result['error_median']:.1e}",
+                     result["effect"]])
+    text = question.tokenizer.decode(answer)
+    healthy, verdict = judge_arms(found, question, text)
+    return Report(
+        question=f"{len(question.ids)} tokens of prompt, {len(answer)} of answer: what does each part of the "
+                 "model do to it?",
+        columns=["switched", "first token that changes", "logit error, first", "median", "effect"],
+        rows=rows, verdict=verdict, healthy=healthy,
+        blind="whether the baseline is right: each arm is compared with the same engine, and one prompt is "
+              "one prompt",
+        data={"prompt_tokens": len(question.ids), "answer": answer, "text": text, "code": question.code,
+              "arms": found})
+
+
+@lab("arms", "the same prompt with one thing switched at a time: what changes the answer?",
+     prompt={"metavar": "TEXT", "help": PROMPT_HELP},
+     tokens={"type": int, "default": 16, "metavar": "N", "help": "tokens of the answer (default 16)"})
+def arms(args: argparse.Namespace) -> Report:
+    if args.tokens < 1:
+        raise ValueError(f"--tokens is {args.tokens}: an answer has 1 token or more")
+    question = question_of(args)
+    room = len(question.ids) + args.tokens
+    return compare_arms(lambda: generate.load_model(args.ckpt_path, max_seq_len=room, max_batch_size=1)[0],
+                        question, args.tokens)
+
+
 # ==========================================================================================================
 # Commands
 # ==========================================================================================================
