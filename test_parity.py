@@ -5698,6 +5698,355 @@ def arms(args: argparse.Namespace) -> Report:
                         question, args.tokens)
 
 
+# ---- trace
+
+# What a trace holds, in the order of computing. s tokens, d dims, hc streams, h heads, r compressed rows. Batch 1:
+# no batch dimension. Each tensor is stored in the dtype in which the engine computes it. Any subset will do.
+TRACE = {
+    "tokens": "[s] int64: the input ids; two traces of different tokens are not compared",
+    "in": "[s,hc,d] residual streams before the layer",
+    "attn.x": "[s,d] the attention's input, after hc_pre and attn_norm",
+    "attn.q": "[s,h,head_dim] queries after the per-head norm and rope",
+    "attn.kv": "[s,head_dim] window rows after kv_norm, rope and the FP8 round trip",
+    "attn.index_q": "[s,index heads,index_head_dim] index queries after rope, Hadamard, FP4 round trip",
+    "attn.index_keys": "[r,index_head_dim] index keys, likewise",
+    "attn.index_scores": "[s,r] index scores, -inf where a row is not visible; left out of long traces",
+    "attn.topk": "[s,k] int: compressed rows that are attended, by number from 0, in any order, -1: none",
+    "attn.compressed": "[r,head_dim] compressed rows after norm, rope and the FP8 round trip",
+    "attn.o": "[s,h,head_dim] attention's output per head, after the inverse rope, before wo_a",
+    "attn.out": "[s,d] after wo_b",
+    "attn.h": "[s,hc,d] residual streams between attention and FFN",
+    "ffn.x": "[s,d] the FFN's input, after hc_pre and ffn_norm",
+    "ffn.gate_scores": "[s,experts] scores with the bias, which choose; not in hash layers",
+    "ffn.gate_indices": "[s,k] int: chosen experts, ascending",
+    "ffn.gate_weights": "[s,k] their weights in that order, times route_scale",
+    "ffn.out": "[s,d] routed experts and the shared one",
+    "out": "[s,hc,d] residual streams after the layer",
+    "logits": "[vocab] of the last token",
+}
+TRACE_SETS = {"attn.topk": "attn.index_scores", "ffn.gate_indices": "ffn.gate_scores"}   # chosen by which
+TRACE_SCORES = 1 << 22      # index scores of a layer that are kept
+# Tolerances of |a - b| / |b|, over a tensor. fp32 in another order of summation: as the box needs against the
+# reference. bf16 with round trips: some roundings of a layer fall to the neighbour (1e-2 in chunks of 7), which
+# in later layers grows, and moves choices, to 5e-2 (LOGITS).
+TRACE_EXACT, TRACE_LAYER_0 = 5 * EXACT, 2 ** -5
+
+
+class Trace:
+    """Records what each layer of an engine computes while one sequence runs, whole or in chunks."""
+
+    def __init__(self, engine, patch):
+        self.engine, self.parts, self.hooks = engine, collections.defaultdict(list), []
+        for i, layer in enumerate(engine.layers):
+            self.hook(layer.register_forward_pre_hook, self.enter, i)
+            self.hook(layer.register_forward_hook, self.leave, "out")
+            self.hook(layer.attn.register_forward_hook, self.attention)
+            self.hook(layer.ffn.gate.register_forward_hook, self.gate)
+            self.hook(layer.ffn.register_forward_pre_hook, self.enter_ffn)
+            self.hook(layer.ffn.register_forward_hook, self.leave, "ffn.out")
+        self.hc_post, self.index_score = model.Block.hc_post, model.index_score
+        self.sparse_attn = model.sparse_attn
+        patch.setattr(model.Block, "hc_post", lambda block, *args: self.on_hc_post(block, *args))
+        patch.setattr(model, "index_score", self.on_index_score)
+        patch.setattr(model, "sparse_attn", self.on_sparse_attn)
+
+    def hook(self, register, method, *args):
+        self.hooks.append(register(functools.partial(method, *args)))
+
+    def keep(self, name: str, value: torch.Tensor):
+        self.parts[f"layers.{self.layer}.{name}"].append(value.cpu().clone())
+
+    def enter(self, i, layer, args):
+        self.layer = i
+        self.keep("in", args[0][0])
+
+    def leave(self, name, module, args, output):
+        self.keep(name, output[0])
+
+    def on_hc_post(self, block, *args):
+        self.streams = self.hc_post(block, *args)
+        return self.streams
+
+    def on_index_score(self, q, k, weights, visible):
+        scores = self.index_score(q, k, weights, visible)
+        self.keep("attn.index_q", q[0])
+        self.keep("attn.index_scores", scores[0])
+        return scores
+
+    def on_sparse_attn(self, q, kv, sink, idxs, scale):
+        # Attention rotates o back in place: when its forward ends, this same tensor holds attn.o
+        self.attended = q, idxs, self.sparse_attn(q, kv, sink, idxs, scale)
+        return self.attended[-1]
+
+    def attention(self, attn, args, output):
+        x, start_pos = args
+        q, idxs, o = (value[0] for value in self.attended)
+        rows = torch.arange(start_pos, start_pos + x.size(1), device=x.device) % attn.ring_size
+        self.keep("attn.x", x[0])
+        self.keep("attn.q", q)
+        self.keep("attn.kv", attn.kv_cache[0, rows])
+        if attn.compress_ratio:
+            self.keep("attn.topk", (idxs - attn.ring_size).clamp(min=-1).sort(dim=-1, descending=True)[0])
+        self.keep("attn.o", o.view_as(q))
+        self.keep("attn.out", output[0])
+
+    def enter_ffn(self, ffn, args):
+        self.keep("attn.h", self.streams[0])
+        self.keep("ffn.x", args[0][0])
+
+    def gate(self, gate, args, output):
+        weights, indices = output
+        indices, order = indices.sort(dim=-1)
+        if gate.bias is not None:
+            scores = model.SCORE_FUNCS[gate.score_func](args[0].float() @ gate.weight.T)
+            self.keep("ffn.gate_scores", scores + gate.bias)
+        self.keep("ffn.gate_indices", indices)
+        self.keep("ffn.gate_weights", weights.gather(1, order))
+
+    def tensors(self, tokens: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All that was kept, passes joined, under the names of TRACE."""
+        found = {"tokens": tokens[0].clone(), "logits": logits[0].cpu().clone()}
+        for name, parts in self.parts.items():
+            if name.endswith(("attn.topk", "attn.index_scores")):       # later passes see more rows
+                fill = -1 if name.endswith("topk") else -torch.inf
+                wide = max(part.size(-1) for part in parts)
+                parts = [torch.nn.functional.pad(part, (0, wide - part.size(-1)), value=fill)
+                         for part in parts]
+            found[name] = torch.cat(parts)
+            if name.endswith("attn.topk"):
+                wide = int((found[name] >= 0).sum(dim=-1).max())
+                found[name] = found[name][:, :wide].contiguous()
+        for i, attn in enumerate(attentions(self.engine)):
+            if attn.compress_ratio:
+                rows = tokens.size(1) // attn.compress_ratio
+                found[f"layers.{i}.attn.compressed"] = attn.compressor.kv_cache[0, :rows].cpu().clone()
+            if attn.compress_ratio and attn.indexer is not None:
+                found[f"layers.{i}.attn.index_keys"] = attn.indexer.kv_cache[0, :rows].cpu().clone()
+                if found[f"layers.{i}.attn.index_scores"].numel() > TRACE_SCORES:
+                    del found[f"layers.{i}.attn.index_scores"]
+        return found
+
+
+def trace_of(engine, tokens: torch.Tensor, chunk: typing.Optional[int] = None) -> dict[str, torch.Tensor]:
+    """The trace of tokens [1,s], in passes of `chunk` tokens or in one."""
+    with pytest.MonkeyPatch.context() as patch:
+        trace = Trace(engine, patch)
+        for start in range(0, tokens.size(1), chunk or tokens.size(1)):
+            logits = engine(tokens[:, start:start + (chunk or tokens.size(1))], start)
+    for hook in trace.hooks:
+        hook.remove()
+    return trace.tensors(tokens, logits)
+
+
+def trace_place(name: str) -> typing.Optional[tuple[int, int]]:
+    """Where a tensor comes in the order of computing, as (layer, place); None: not a name of a trace."""
+    order = list(TRACE)
+    parts = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    if parts is None:
+        return {"tokens": (-1, 0), "logits": (1 << 30, 0)}.get(name)
+    known = parts[2] in TRACE and parts[2] not in ("tokens", "logits")
+    return (int(parts[1]), order.index(parts[2])) if known else None
+
+
+class Compared(typing.NamedTuple):
+    """One tensor of two traces. `row`: the first token (or compressed row) that is beyond the tolerance."""
+    name: str
+    largest: float          # max |a - b|; for sets: how many rows choose otherwise
+    relative: float         # |a - b| / |b|, Euclidean over the tensor; for sets: the share of those rows
+    tolerance: float
+    row: typing.Optional[int]
+    result: str
+
+
+SAME, AGREES, DIFFERS = "same bits", "agrees", "DIFFERS"
+TIES, BEHIND = "near ties only", "behind near ties"
+
+
+def compare_values(name: str, a: torch.Tensor, b: torch.Tensor, tolerance: float, clean: int) -> Compared:
+    """Rows from `clean` on are behind near ties, where only LOGITS can be asked for."""
+    if a.is_floating_point() != b.is_floating_point() or a.shape != b.shape:
+        return Compared(name, math.nan, math.nan, tolerance, None,
+                        f"{DIFFERS}: {str(a.dtype)[6:]} {list(a.shape)}, {str(b.dtype)[6:]} {list(b.shape)}")
+    if torch.equal(a, b):
+        return Compared(name, 0.0, 0.0, tolerance, None, SAME)
+    rows = len(a) if a.ndim > 1 else 1
+    a, b = a.double().reshape(rows, -1), b.double().reshape(rows, -1)
+    apart = torch.where(a == b, 0.0, (a - b).abs())         # -inf, of rows not visible, equals -inf
+    b = b.masked_fill(~b.isfinite(), 0)
+    relative = float(apart.norm() / b.norm())
+    if relative <= tolerance:
+        return Compared(name, float(apart.max()), relative, tolerance, None, AGREES)
+    beyond = ~(apart.norm(dim=1) <= tolerance * b.norm() / rows ** 0.5)
+    row = int(beyond.int().argmax())
+    excused = relative <= LOGITS and apart[:clean].norm() <= tolerance * b[:clean].norm()
+    return Compared(name, float(apart.max()), relative, tolerance, row, BEHIND if excused else DIFFERS)
+
+
+def as_mask(chosen: torch.Tensor, wide: int) -> torch.Tensor:
+    """Lists of numbers [s,k], -1: none -> which are in [s,wide]."""
+    mask = torch.zeros(len(chosen), wide + 1, dtype=torch.bool)
+    return mask.scatter_(1, torch.where(chosen < 0, wide, chosen).long(), True)[:, :wide]
+
+
+def compare_sets(name: str, a: torch.Tensor, b: torch.Tensor, scores: typing.Optional[torch.Tensor],
+                 tolerance: float, clean: int) -> Compared:
+    """Chosen numbers as sets, exactly. Near ties: as many are chosen, and by b's scores [s,n] those that one
+    side chose alone lie within two tolerances of each other, relative to their token's largest score."""
+    if a.is_floating_point() or b.is_floating_point() or a.ndim != 2 or b.ndim != 2 or len(a) != len(b):
+        return compare_values(name, a, b, 0.0, 0)
+    wide = 1 + max([int(x.max()) for x in (a, b) if x.numel()] + [0])
+    a, b = as_mask(a, wide), as_mask(b, wide)
+    rows = (a != b).any(dim=1)
+    if not rows.any():
+        return Compared(name, 0.0, 0.0, 0.0, None, SAME)
+    result = DIFFERS
+    if scores is not None and len(scores) == len(a) and scores.size(1) >= wide:
+        scores, swapped = scores[:, :wide].double(), a != b
+        spread = (scores.masked_fill(~swapped, -torch.inf).amax(dim=1)
+                  - scores.masked_fill(~swapped, torch.inf).amin(dim=1))[rows]
+        slack = torch.full((len(a),), 2 * tolerance)
+        slack[clean:] = 2 * max(LOGITS, tolerance)
+        largest = scores.masked_fill(~scores.isfinite(), 0).abs().amax(dim=1)
+        if (spread <= (slack * largest)[rows]).all() and torch.equal(a.sum(dim=1), b.sum(dim=1)):
+            result = TIES
+    return Compared(name, float(rows.sum()), float(rows.double().mean()), 0.0, int(rows.int().argmax()), result)
+
+
+def trace_tolerance(exact: bool, layer: int) -> float:
+    return TRACE_EXACT if exact else TRACE_LAYER_0 if layer == 0 else LOGITS
+
+
+def load_trace(path: str) -> dict[str, torch.Tensor]:
+    if not os.path.exists(path):
+        raise ValueError(f"{path} is not there: `trace {path}` writes a trace of this engine to it")
+    try:
+        tensors = load_file(path)
+    except Exception as error:      # the library's own class is a plain Exception
+        raise ValueError(f"{path} is no safetensors file ({error}): write it again") from None
+    if "tokens" not in tensors:
+        raise ValueError(f"{path} has no tensor `tokens`, so nobody knows what was computed: add the input ids")
+    return tensors
+
+
+def compare_in_order(a: dict, b: dict, shared: list[str]) -> list[Compared]:
+    exact = not any(t.dtype in (torch.bfloat16, torch.float16) for t in (*a.values(), *b.values()))
+    tokens = len(a["tokens"])
+    found, clean = [], tokens       # tokens before the first near tie
+    for name in shared:
+        kind = re.sub(r"layers\.\d+\.", "", name)
+        ours, theirs, tolerance = a[name], b[name], trace_tolerance(exact, trace_place(name)[0])
+        if kind in TRACE_SETS:
+            scores = b.get(name.removesuffix(kind) + TRACE_SETS[kind])
+            found.append(compare_sets(name, ours, theirs, scores, tolerance, clean))
+            clean = min(clean, found[-1].row) if found[-1].result == TIES else clean
+            continue
+        indices = name.replace("gate_weights", "gate_indices")
+        if indices != name and indices in shared and a[indices].shape == b[indices].shape == ours.shape:
+            alike = (a[indices] == b[indices]).all(dim=1)   # weights of other experts say nothing
+            ours, theirs = ours[alike], theirs[alike] if theirs.shape == a[name].shape else theirs
+        rows = len(ours) if ours.ndim > 1 else 1
+        found.append(compare_values(name, ours, theirs, tolerance, clean * rows // tokens))
+    return found
+
+
+def compare_traces(a: dict, b: dict, names: typing.Sequence[str]) -> Report:
+    """Two traces side by side, in the order of computing."""
+    if a["tokens"].tolist() != b["tokens"].tolist():
+        raise ValueError(f"{names[0]} and {names[1]} hold different tokens: feed both engines the `tokens` of one")
+    shared = sorted((name for name in a if name in b and trace_place(name) and name != "tokens"),
+                    key=trace_place)
+    if not shared:
+        raise ValueError(f"{names[0]} and {names[1]} share no tensor of a trace but `tokens`; the names are "
+                         f"layers.0.attn.q and so on: {', '.join(TRACE)}")
+    found = compare_in_order(a, b, shared)
+    healthy, verdict = judge_traces(found)
+    for side, other, path in ((a, b, names[0]), (b, a, names[1])):
+        missing = [name for name in side if name not in other and trace_place(name)]
+        foreign = [name for name in side if not trace_place(name)]
+        verdict += f"\nOnly in {path}: {shortened(missing)}." if missing else ""
+        verdict += f"\nNot names of a trace, in {path}: {shortened(foreign)}." if foreign else ""
+    return Report(
+        question=f"{names[0]} beside {names[1]}, {len(a['tokens'])} tokens: which tensor differs first?",
+        columns=["tensor", "max error", "relative", "tolerance", "from row", "result"],
+        rows=[[c.name, f"{c.largest:.1e}", f"{c.relative:.1e}", f"{c.tolerance:.1e}",
+               "" if c.row is None else str(c.row), c.result] for c in found],
+        verdict=verdict, healthy=healthy,
+        blind="a mistake that both engines share, whatever no tensor was stored for, and, where activations are "
+              "bf16, errors below the tolerances",
+        data={"tensors": [c._asdict() for c in found]})
+
+
+def shortened(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(sorted(names)[:most]) + more
+
+
+def judge_traces(found: list[Compared]) -> tuple[bool, str]:
+    """The first tensor that differs; what near ties explain is told, and excused."""
+    first = next((i for i, c in enumerate(found) if c.result.startswith(DIFFERS)), len(found))
+    verdict = f"All {first} tensors agree."
+    if first < len(found):
+        name, row = found[first].name, found[first].row
+        where = "" if row is None else f", from row {row} on"
+        verdict = (f"First difference: {name}{where}; it is {TRACE[re.sub(r'layers.[0-9]+.', '', name)]}.\n"
+                   f"The {first} tensors before it agree.")
+    ties = [c for c in found[:first] if c.result == TIES]
+    behind = [c for c in found[:first] if c.result == BEHIND]
+    if ties:
+        row = min(c.row for c in ties)
+        verdict += (f"\nOther choices at near ties, as rounding makes them, in {shortened([c.name for c in ties])}, "
+                    f"from token {row} on.")
+    if behind:
+        worst = max(c.relative for c in behind)
+        verdict += (f" {len(behind)} tensors differ behind those, by up to {worst:.0e}: a fault of that size "
+                    f"which shows only from token {row} on would hide there.")
+    return first == len(found), verdict
+
+
+def write_trace(args: argparse.Namespace, path: str) -> Report:
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.exists(path):
+        raise ValueError(f"{path} is there already: remove it, or choose another name")
+    if not os.path.isdir(folder):
+        raise ValueError(f"{folder} is no folder: make it, or choose another name for the trace")
+    question = question_of(args)
+    mode = {"dtype": torch.float32, "round_trips": ()} if args.exact else {}
+    engine, _ = generate.load_model(args.ckpt_path, max_seq_len=len(question.ids), max_batch_size=1, **mode)
+    tensors = trace_of(engine, torch.tensor([question.ids]))
+    save_file(tensors, path, metadata={"format": "pt"})
+    rows = []
+    for kind, meaning in TRACE.items():
+        layers = [name for name in tensors if re.sub(r"layers\.\d+\.", "", name) == kind]
+        if layers:
+            tensor, numbers = tensors[layers[0]], [name.split(".")[1] for name in layers if "." in name]
+            rows.append([f"layers.*.{kind}" if numbers else kind, " ".join(numbers), str(tensor.dtype)[6:],
+                         meaning.replace("|", "/")])
+    return Report(
+        question=f"What does each layer compute of {len(question.ids)} tokens? "
+                 f"{'fp32, round trips off' if args.exact else 'As the model runs: bf16, round trips on'}.",
+        columns=["tensor", "layers", "dtype", "what it is"], rows=rows, healthy=None,
+        verdict=f"{len(tensors)} tensors are in {path}. Feed another engine its `tokens`, write what that computes under "
+                f"the same names, then: trace {path} OTHER",
+        blind="whether any of it is right: it is one engine's word",
+        data={"file": path, "tensors": {name: list(t.shape) for name, t in tensors.items()}})
+
+
+@lab("trace", "every layer's intermediates to a file; two such files side by side: which tensor differs first?",
+     FILES={"nargs": "+", "metavar": "FILE", "help": "one: it is written, and the names in it are printed; "
+            "two, of any engines: they are compared"},
+     prompt={"metavar": "TEXT", "help": PROMPT_HELP},
+     exact={"action": "store_true", "help": "write fp32 without round trips: for structure, which is compared to "
+            "1e-5; without it as the model runs, where rounding hides errors of some percent"})
+def trace(args: argparse.Namespace) -> Report:
+    if len(args.FILES) == 1:
+        return write_trace(args, args.FILES[0])
+    if len(args.FILES) > 2:
+        raise ValueError(f"{len(args.FILES)} files: one is written, two are compared")
+    if args.prompt is not None or args.exact:
+        raise ValueError("two files are compared as they are: leave --prompt and --exact out")
+    return compare_traces(*map(load_trace, args.FILES), args.FILES)
+
+
 # ==========================================================================================================
 # Commands
 # ==========================================================================================================
