@@ -5429,7 +5429,7 @@ def svg_of(heats: typing.Sequence[Heat], cell: int = 36) -> str:
 # ---- arms
 
 class Question(typing.NamedTuple):
-    """A prompt for a lab command; `code` is what a model that remembers answers with, None if nobody knows."""
+    """A prompt for a lab command; `code` is what a model that remembers will say, None if nobody knows."""
     tokenizer: typing.Any
     ids: list[int]
     code: typing.Optional[str]
@@ -5583,7 +5583,7 @@ IDLE, UNREACHED = "nothing to switch", "DID NOT REACH THE ENGINE"
 
 class Pass(typing.NamedTuple):
     """What an engine computed for a prompt and an answer that was fed to it."""
-    logits: torch.Tensor            # [n,vocab] at the prompt's end and at each token of the answer but the last
+    logits: torch.Tensor            # [n,vocab] at the prompt's end and at the answer's tokens but the last
     caches: list[torch.Tensor]
 
 
@@ -5610,6 +5610,7 @@ def run_arm(arm: Arm, engine, question: Question, answer: list[int], baseline: P
     with pytest.MonkeyPatch.context() as patch:
         model.get_compress_topk_idxs.cache_clear()      # it would answer with what was visible before
         arm.switch(engine, patch)
+        engine.reset_caches(engine.embed.weight.device)     # also decides which path the experts take
         found = run_answer(engine, question.ids, answer)
     model.get_compress_topk_idxs.cache_clear()
     errors = [relative_error(a, b) for a, b in zip(found.logits, baseline.logits)]
@@ -5643,8 +5644,8 @@ def judge_arms(found: list[dict], question: Question, text: str) -> tuple[typing
     if effects[CONTROL] != NO_CHANGE:
         return False, f"{lines[0]}\nFAULT: with nothing switched the logits differ, so no row here counts."
     if unreached:
-        lines.append(f"FAULT: not one bit of logits or caches changes with {', '.join(unreached)}: the engine "
-                     "does not read what was switched.")
+        lines.append(f"FAULT: not one bit of logits or caches changes with {', '.join(unreached)}: "
+                     "the engine does not read what was switched.")
         return False, "\n".join(lines)
     if question.code is not None and question.code not in text:
         lines.append(f"FAULT: it was told {question.code!r} and does not recall it, with nothing switched.")
@@ -5698,10 +5699,77 @@ def arms(args: argparse.Namespace) -> Report:
                         question, args.tokens)
 
 
+def lab_typed(monkeypatch, capsys, *argv: str) -> tuple[int, str, str]:
+    """A command line -> exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["test_parity.py", *map(str, argv)])
+    code = main()
+    return code, *capsys.readouterr()
+
+
+def few_arms(monkeypatch, *names: str):
+    few = [arm for arm in ARMS if arm.name in (CONTROL, NO_COMPRESSED, *names)]
+    monkeypatch.setattr(sys.modules[__name__], "ARMS", few)
+
+
+def test_arms_on_the_box(monkeypatch, capsys):
+    """Healthy: nothing switched is bit-identical, every switch arrives, and the far rows carry the answer."""
+    code, out, _ = lab_typed(monkeypatch, capsys, "arms", "--json")
+    report = json.loads(out)
+    found = {row["arm"]: row for row in report["arms"]}
+    assert code == 0 and report["healthy"] and report["code"] in report["text"], report["verdict"]
+    assert found[CONTROL]["error_median"] == 0 and found[CONTROL]["effect"] == NO_CHANGE
+    assert found[NO_COMPRESSED]["effect"] == CHANGES and found[NO_COMPRESSED]["first_change"] is not None
+    assert list(found) == [arm.name for arm in ARMS]
+    for arm, row in found.items():
+        assert row["effect"] in (CHANGES, LOGITS_ONLY, NO_CHANGE) or row["effect"] == IDLE and row["why"], arm
+    assert found["FP8 of KV off"]["error_first"] > 0
+
+
+def test_arms_notice_a_switch_that_is_not_read(monkeypatch, capsys):
+    """Planted: an engine that rounds KV whatever its mode says; and a switch that does nothing."""
+    few_arms(monkeypatch, "FP8 of KV off", "YaRN off")
+    monkeypatch.setattr(model, "round_kv", lambda kv: model.act_quant(
+        kv, 64, model.mode.scale_fmt, model.mode.scale_dtype, True))
+    code, out, _ = lab_typed(monkeypatch, capsys, "arms", "--tokens", 2)
+    assert code == 1 and "changes with FP8 of KV off: the engine does not read" in out
+    assert out.count(UNREACHED) == 1
+    monkeypatch.setattr(sys.modules[__name__], "ARMS", [
+        arm._replace(switch=ARMS[0].switch) if arm.name == "YaRN off" else arm for arm in ARMS])
+    code, out, _ = lab_typed(monkeypatch, capsys, "arms", "--tokens", 2)
+    assert code == 1 and "changes with FP8 of KV off, YaRN off: the engine" in out
+
+
+def test_arms_notice_a_model_that_does_not_recall(monkeypatch, capsys):
+    """Planted: an indexer that chooses the rows of the lowest scores."""
+    few_arms(monkeypatch)
+    score = model.index_score
+    monkeypatch.setattr(model, "index_score", lambda q, k, weights, visible: score(q, k, -weights, visible))
+    code, out, _ = lab_typed(monkeypatch, capsys, "arms")
+    assert code == 1 and "does not recall it, with nothing switched" in out
+
+
+def test_arms_say_when_a_prompt_tests_no_far_recall(monkeypatch):
+    few_arms(monkeypatch)
+    question = Question(generate.load_tokenizer(BOX), [0, 5, 7], None)      # no row of 4 tokens is complete
+    report = compare_arms(lambda: generate.load_model(BOX, max_seq_len=8)[0], question, 1)
+    assert report.healthy is None and "does not test far recall at all" in report.verdict
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--tokens", "0"], "--tokens is 0"), (["--prompt", ""], "--prompt is empty"),
+    (["--ckpt-path", "FOLDER"], "no tokenizer.json"), (["--svg", "OUT"], "no heat map")])
+def test_arms_bad_input(monkeypatch, capsys, tmp_path, argv, said):
+    few_arms(monkeypatch)
+    places = {"FOLDER": fixture("bf16"), "OUT": str(tmp_path / "out.svg")}
+    code, _, error = lab_typed(monkeypatch, capsys, "arms", *(places.get(word, word) for word in argv))
+    assert code == 2 and said in error and len(error.splitlines()) == 1
+
+
 # ---- trace
 
-# What a trace holds, in the order of computing. s tokens, d dims, hc streams, h heads, r compressed rows. Batch 1:
-# no batch dimension. Each tensor is stored in the dtype in which the engine computes it. Any subset will do.
+# What a trace holds, in the order of computing: s tokens, d dims, hc streams, h heads, r compressed rows; of
+# one sequence, without a batch dimension. Tensors of layer i are named layers.i.NAME, each in the dtype in which
+# the engine computes it. Any part of them will do, from one pass or token by token.
 TRACE = {
     "tokens": "[s] int64: the input ids; two traces of different tokens are not compared",
     "in": "[s,hc,d] residual streams before the layer",
@@ -5727,8 +5795,8 @@ TRACE = {
 TRACE_SETS = {"attn.topk": "attn.index_scores", "ffn.gate_indices": "ffn.gate_scores"}   # chosen by which
 TRACE_SCORES = 1 << 22      # index scores of a layer that are kept
 # Tolerances of |a - b| / |b|, over a tensor. fp32 in another order of summation: as the box needs against the
-# reference. bf16 with round trips: some roundings of a layer fall to the neighbour (1e-2 in chunks of 7), which
-# in later layers grows, and moves choices, to 5e-2 (LOGITS).
+# reference. bf16 with round trips: some roundings of a layer fall to the neighbour (1e-2 in chunks of 7), and
+# in later layers that grows, and moves choices, to 5e-2 and more (LOGITS).
 TRACE_EXACT, TRACE_LAYER_0 = 5 * EXACT, 2 ** -5
 
 
@@ -5909,7 +5977,8 @@ def compare_sets(name: str, a: torch.Tensor, b: torch.Tensor, scores: typing.Opt
         largest = scores.masked_fill(~scores.isfinite(), 0).abs().amax(dim=1)
         if (spread <= (slack * largest)[rows]).all() and torch.equal(a.sum(dim=1), b.sum(dim=1)):
             result = TIES
-    return Compared(name, float(rows.sum()), float(rows.double().mean()), 0.0, int(rows.int().argmax()), result)
+    first = int(rows.int().argmax())
+    return Compared(name, float(rows.sum()), float(rows.double().mean()), 0.0, first, result)
 
 
 def trace_tolerance(exact: bool, layer: int) -> float:
@@ -5924,7 +5993,7 @@ def load_trace(path: str) -> dict[str, torch.Tensor]:
     except Exception as error:      # the library's own class is a plain Exception
         raise ValueError(f"{path} is no safetensors file ({error}): write it again") from None
     if "tokens" not in tensors:
-        raise ValueError(f"{path} has no tensor `tokens`, so nobody knows what was computed: add the input ids")
+        raise ValueError(f"{path} has no tensor `tokens`, so what was computed is unknown: add the input ids")
     return tensors
 
 
@@ -5952,7 +6021,7 @@ def compare_in_order(a: dict, b: dict, shared: list[str]) -> list[Compared]:
 def compare_traces(a: dict, b: dict, names: typing.Sequence[str]) -> Report:
     """Two traces side by side, in the order of computing."""
     if a["tokens"].tolist() != b["tokens"].tolist():
-        raise ValueError(f"{names[0]} and {names[1]} hold different tokens: feed both engines the `tokens` of one")
+        raise ValueError(f"{names[0]} and {names[1]} hold different tokens: feed both engines the same")
     shared = sorted((name for name in a if name in b and trace_place(name) and name != "tokens"),
                     key=trace_place)
     if not shared:
@@ -5971,8 +6040,8 @@ def compare_traces(a: dict, b: dict, names: typing.Sequence[str]) -> Report:
         rows=[[c.name, f"{c.largest:.1e}", f"{c.relative:.1e}", f"{c.tolerance:.1e}",
                "" if c.row is None else str(c.row), c.result] for c in found],
         verdict=verdict, healthy=healthy,
-        blind="a mistake that both engines share, whatever no tensor was stored for, and, where activations are "
-              "bf16, errors below the tolerances",
+        blind="a mistake that both engines share, whatever no tensor was stored for, and errors below the "
+              "tolerances, which in bf16 are wide",
         data={"tensors": [c._asdict() for c in found]})
 
 
@@ -5994,8 +6063,8 @@ def judge_traces(found: list[Compared]) -> tuple[bool, str]:
     behind = [c for c in found[:first] if c.result == BEHIND]
     if ties:
         row = min(c.row for c in ties)
-        verdict += (f"\nOther choices at near ties, as rounding makes them, in {shortened([c.name for c in ties])}, "
-                    f"from token {row} on.")
+        names = shortened([c.name for c in ties])
+        verdict += f"\nOther choices at near ties, as rounding makes them, in {names}, from token {row} on."
     if behind:
         worst = max(c.relative for c in behind)
         verdict += (f" {len(behind)} tensors differ behind those, by up to {worst:.0e}: a fault of that size "
@@ -6025,18 +6094,18 @@ def write_trace(args: argparse.Namespace, path: str) -> Report:
         question=f"What does each layer compute of {len(question.ids)} tokens? "
                  f"{'fp32, round trips off' if args.exact else 'As the model runs: bf16, round trips on'}.",
         columns=["tensor", "layers", "dtype", "what it is"], rows=rows, healthy=None,
-        verdict=f"{len(tensors)} tensors are in {path}. Feed another engine its `tokens`, write what that computes under "
-                f"the same names, then: trace {path} OTHER",
+        verdict=f"{len(tensors)} tensors are in {path}. Feed another engine its `tokens`, write what that "
+                f"computes under the same names, then: trace {path} OTHER",
         blind="whether any of it is right: it is one engine's word",
         data={"file": path, "tensors": {name: list(t.shape) for name, t in tensors.items()}})
 
 
-@lab("trace", "every layer's intermediates to a file; two such files side by side: which tensor differs first?",
+@lab("trace", "every layer's intermediates to a file; two such files side by side: what differs first?",
      FILES={"nargs": "+", "metavar": "FILE", "help": "one: it is written, and the names in it are printed; "
             "two, of any engines: they are compared"},
      prompt={"metavar": "TEXT", "help": PROMPT_HELP},
-     exact={"action": "store_true", "help": "write fp32 without round trips: for structure, which is compared to "
-            "1e-5; without it as the model runs, where rounding hides errors of some percent"})
+     exact={"action": "store_true", "help": "write fp32 without round trips, to compare structure closely; "
+            "without it as the model runs, where rounding hides errors of some percent"})
 def trace(args: argparse.Namespace) -> Report:
     if len(args.FILES) == 1:
         return write_trace(args, args.FILES[0])
@@ -6047,14 +6116,161 @@ def trace(args: argparse.Namespace) -> Report:
     return compare_traces(*map(load_trace, args.FILES), args.FILES)
 
 
+def exact_box(patch=None, trap: str = "") -> model.Transformer:
+    """The checkpoint in the box in fp32 without round trips, with a trap built in or not."""
+    engine, _ = generate.load_model(BOX, max_seq_len=512, max_batch_size=1, dtype=torch.float32,
+                                    round_trips=())
+    if trap:
+        for parameter in engine.parameters():       # private copies: files are mapped read-only
+            parameter.data = parameter.data.clone()
+        with torch.inference_mode():
+            TRAPS[trap](engine, patch)
+    return engine
+
+
+@functools.lru_cache
+def box_question() -> torch.Tensor:
+    """The default prompt for the checkpoint in the box, [1,s]."""
+    return torch.tensor([question_of(argparse.Namespace(ckpt_path=BOX, prompt=None)).ids])
+
+
+@functools.lru_cache
+def box_trace() -> dict[str, torch.Tensor]:
+    return trace_of(exact_box(), box_question())
+
+
+def test_trace_twice_is_the_same(monkeypatch, capsys, tmp_path):
+    """Healthy: what was written twice agrees in every bit, and is under the documented names."""
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    for path in (a, b):
+        code, out, _ = lab_typed(monkeypatch, capsys, "trace", path)
+        assert code == 0 and str(path) in out
+    code, out, _ = lab_typed(monkeypatch, capsys, "trace", a, b, "--json")
+    results = {row["name"]: row["result"] for row in json.loads(out)["tensors"]}
+    assert code == 0 and set(results.values()) == {SAME}
+    found, config = load_file(a), generate.config_of(BOX, None)
+    assert {re.sub(r"layers\.\d+\.", "", name) for name in found} == set(TRACE)
+    assert found["layers.0.attn.q"].shape == (
+        len(found["tokens"]), config["num_attention_heads"], config["head_dim"])
+    assert torch.equal(found["layers.0.out"], found["layers.1.in"])
+    assert found["logits"].shape == (config["vocab_size"],)
+
+
+@pytest.mark.parametrize("mode", [{"dtype": torch.float32, "round_trips": ()}, {}])
+def test_trace_in_chunks(mode):
+    """Healthy: whole and in chunks, exact and as the model runs; roundings and near ties are no fault."""
+    engine, _ = generate.load_model(BOX, max_seq_len=512, max_batch_size=1, **mode)
+    whole, chunks = (trace_of(engine, box_question(), chunk) for chunk in (None, 50))
+    report = compare_traces(chunks, whole, ("chunks", "whole"))
+    assert report.healthy, report.verdict
+    assert {row["name"] for row in report.data["tensors"]} == set(whole) - {"tokens"}
+
+
+def reference_trace(tokens: np.ndarray) -> dict[str, torch.Tensor]:
+    """What another engine would write: the NumPy reference's own intermediates."""
+    reference, found = Reference(BOX), {"tokens": torch.from_numpy(tokens)}
+    h = reference.embed(tokens)
+    for i in range(reference.config["num_hidden_layers"]):
+        found[f"layers.{i}.in"] = h
+        h, named = reference.block(i, h, tokens)
+        found |= {f"layers.{i}.{name}": value for name, value in named.items() if name in TRACE}
+        found[f"layers.{i}.out"] = h
+        if "attn.topk" in named:
+            chosen = named["attn.topk"]
+            found[f"layers.{i}.attn.topk"] = np.where(chosen, np.arange(chosen.shape[1]), -1)
+    found["logits"] = reference.head(h)[-1]
+    return {name: value if name == "tokens" else torch.from_numpy(np.ascontiguousarray(
+        value if value.dtype.kind in "iu" else value.astype(np.float32))) for name, value in found.items()}
+
+
+def test_trace_of_another_engine():
+    """Healthy: the NumPy reference's trace beside the engine's, over all that both name."""
+    report = compare_traces(box_trace(), reference_trace(box_question()[0].numpy()), ("engine", "reference"))
+    assert report.healthy, report.verdict
+    assert len(report.rows) >= 12 * generate.config_of(BOX, None)["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("trap, ratios, kind, chunk", [
+    ("output not rotated back", (0, 4, 128), "attn.o", None),
+    ("hyper-connection comb transposed", (0, 4, 128), "attn.h", None),
+    ("wo_a groups in another order", (0, 4, 128), "attn.out", None),
+    ("route_scale 1", (0, 4, 128), "ffn.gate_weights", None),
+    ("w1 and w3 swapped", (0, 4, 128), "ffn.out", None),
+    ("no YaRN", (4, 128), "attn.q", None),
+    ("ape left out", (4,), "attn.index_keys", None),
+    ("indexer without ReLU", (4,), "attn.index_scores", None),
+    ("every row attended (no top-k)", (4,), "attn.topk", None),
+    ("decode's window offset one off", (0, 4, 128), "attn.o", 50),
+    ("overlap state not shifted after a compression", (4,), "attn.index_keys", 50)])
+def test_trace_finds_the_first_tensor(monkeypatch, trap, ratios, kind, chunk):
+    """Planted: a trap in one of two engines. The first tensor that differs is the one that it spoils, in the
+    first layer that has it."""
+    healthy = box_trace()       # before the trap: some patch the module
+    engine = exact_box(monkeypatch, trap)
+    report = compare_traces(trace_of(engine, box_question(), chunk), healthy, ("broken", "healthy"))
+    layer = next(i for i, ratio in enumerate(engine.args.compress_ratios) if ratio in ratios)
+    first = next(row for row in report.data["tensors"] if row["result"].startswith(DIFFERS))
+    assert report.healthy is False and f"First difference: layers.{layer}.{kind}" in report.verdict
+    assert first["name"] == f"layers.{layer}.{kind}" and (chunk is None or first["row"] >= chunk // 4)
+
+
+def test_trace_sets_and_near_ties():
+    """By hand: another order is no difference, a near tie is told apart from a wrong choice."""
+    scores = torch.tensor([[3.0, 2.0, 2.0 + 1e-6, 1.0], [3.0, 2.0, 1.5, -torch.inf]])
+
+    def result(a, b, **change):
+        arguments = {"scores": scores, "tolerance": 1e-5, "clean": 2} | change
+        return compare_sets("layers.0.attn.topk", torch.tensor(a), torch.tensor(b), **arguments)
+    assert result([[0, 1], [1, 0]], [[1, 0], [0, 1]]).result == SAME
+    assert result([[0, 1, -1], [0, 1, -1]], [[0, 1], [1, 0]]).result == SAME
+    tie = result([[0, 1], [0, 1]], [[0, 2], [0, 1]])
+    assert tie.result == TIES and tie.row == 0 and tie.largest == 1
+    wrong = result([[0, 1], [0, 1]], [[0, 1], [0, 2]])
+    assert wrong.result == DIFFERS and wrong.row == 1
+    assert result([[0, 1], [0, 1]], [[0, 1], [0, 2]], clean=1).result == TIES       # behind a tie in token 0
+    assert result([[0, 1], [0, 1]], [[0, 2], [0, 1]], scores=None).result == DIFFERS
+    assert result([[0, 1], [0, 1]], [[0, 1], [0, -1]]).result == DIFFERS            # fewer are chosen
+
+
+def test_trace_that_does_not_fit(monkeypatch):
+    """Names on one side only are told; shapes, dtypes and NaN are differences; other tokens are refused."""
+    ours = dict(box_trace())
+    theirs = dict(ours) | {"model.layers.0.foo": torch.zeros(2)}
+    del theirs["layers.0.attn.q"]
+    report = compare_traces(ours, theirs, ("a", "b"))
+    assert report.healthy and "Only in a: layers.0.attn.q." in report.verdict
+    assert "Not names of a trace, in b: model.layers.0.foo." in report.verdict
+    q = ours["layers.0.attn.q"]
+    for wrong in (q[:, :1], q.int(), torch.where(q == q.max(), torch.nan, q)):
+        report = compare_traces(ours, ours | {"layers.0.attn.q": wrong}, ("a", "b"))
+        assert report.healthy is False and "First difference: layers.0.attn.q" in report.verdict
+    with pytest.raises(ValueError, match="hold different tokens"):
+        compare_traces(ours, ours | {"tokens": ours["tokens"].flip(0)}, ("a", "b"))
+    with pytest.raises(ValueError, match="share no tensor of a trace"):
+        compare_traces(ours, {"tokens": ours["tokens"], "q": q}, ("a", "b"))
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["a", "b", "a"], "3 files"), (["a", "a", "--exact"], "leave --prompt and --exact out"),
+    (["a", "absent"], "is not there"), (["a", "text"], "is no safetensors file"),
+    (["a", "bare"], "has no tensor `tokens`"), (["a"], "is there already"), (["no/where"], "is no folder")])
+def test_trace_bad_input(monkeypatch, capsys, tmp_path, argv, said):
+    save_file({"tokens": torch.zeros(3, dtype=torch.int64)}, tmp_path / "a")
+    save_file({"x": torch.zeros(3)}, tmp_path / "bare")
+    (tmp_path / "text").write_text("no tensors")
+    monkeypatch.chdir(tmp_path)
+    code, _, error = lab_typed(monkeypatch, capsys, "trace", *argv)
+    assert code == 2 and said in error and len(error.splitlines()) == 1
+
+
 # ---- sharpen
 
 SHARPER = 8     # a power of two: every stored number and every FP8 scale keeps its mantissa
 
 
 def sharpen_checkpoint(folder: str, out: str) -> str:
-    """A copy with all attended rows 8 times as long: attention's logits x8. wo_a takes the 8 out of the values
-    again. The indexer's keys stay: their length moves no choice."""
+    """A copy whose attended rows are 8 times as long: attention's logits x8. wo_a takes the 8 out of the
+    values again. The indexer's keys stay: their length moves no choice."""
     os.makedirs(out, exist_ok=True)
     shutil.copy(os.path.join(folder, "config.json"), out)
     for shard in sorted(Path(folder).glob("model*.safetensors")):
@@ -6073,7 +6289,8 @@ def sharpen_checkpoint(folder: str, out: str) -> str:
 
 class Exposed(Settle):
     """Settles one layer, and notes where the engine's rounded values and choices are not the reference's own:
-    at a token itself, or in a row that other tokens attend."""
+    at a token itself, or in a row that other tokens attend. Only those are replaced, so that for all other
+    tokens the settled layer is the unsettled one bit for bit."""
 
     def __init__(self, values: dict, tokens: int, window: int, ratio: int):
         super().__init__(values)
@@ -6081,14 +6298,26 @@ class Exposed(Settle):
         self.own = np.zeros(tokens, bool)
         self.kv = np.zeros(tokens, bool)
         self.rows = np.zeros(tokens // ratio if ratio else 0, bool)     # compressed rows or their index keys
-        self.other_experts = 0
+        self.moved = self.other_experts = 0
+        self.flood = ""         # of what more was rounded otherwise than noise explains
 
     def __call__(self, name: str, own: np.ndarray) -> np.ndarray:
         engine = super().__call__(name, own)
-        size = np.abs(own.astype(float)).reshape(len(own), -1)
+        size = np.abs(own.astype(float)).reshape(len(own), -1).max(axis=1, keepdims=True, initial=0)
         apart = np.abs(engine.astype(float) - own.astype(float)).reshape(len(own), -1)
-        # what is less apart can make no difference beyond the tolerance
-        differs = (apart > EXACT * size.max(axis=1, keepdims=True)).any(axis=1)
+        moved = apart > EXACT * size        # what is less apart makes no difference beyond the tolerance
+        token = moved.any(axis=1)
+        self.note(name, token)
+        if name.endswith((".topk", ".gate")):
+            self.moved += int(token.sum())
+            return engine
+        self.moved += int(moved.sum())
+        if moved.sum() > max(3, 1e-2 * own.size):       # in a healthy engine 1e-4
+            self.flood = self.flood or f"{name}: {moved.sum()} of {own.size} values are rounded otherwise"
+        return np.where(moved.reshape(own.shape), engine, own)
+
+    def note(self, name: str, differs: np.ndarray):
+        """differs [n]: which tokens, compressed rows or tokens of an expert."""
         expert = re.search(r"\.experts\.(\d+)\.", name)
         if name.endswith(".compressor.kv"):
             self.rows |= differs
@@ -6100,8 +6329,7 @@ class Exposed(Settle):
             if name.endswith((".attn.wkv", ".attn.kv")):
                 self.kv |= differs
             if name.endswith(".gate"):
-                self.other_experts = int((apart > 0).any(axis=1).sum())
-        return engine
+                self.other_experts = int(differs.sum())
 
     def exposed(self) -> np.ndarray:
         """Tokens [s] whose output may differ by representation alone."""
@@ -6143,6 +6371,8 @@ def wrong_choices(scores: np.ndarray, chosen: np.ndarray, k: int, tolerance: flo
 
 def conviction(watch: Exposed, named: dict, shared: float, topk: int, tolerance: float) -> str:
     """What of a settled layer no rounding explains, or ""."""
+    if watch.flood:
+        return watch.flood
     if "attn.topk" in named:
         wrong = wrong_choices(named["attn.index_scores"], named["attn.topk"], topk, tolerance)
         if wrong:
@@ -6155,8 +6385,8 @@ def conviction(watch: Exposed, named: dict, shared: float, topk: int, tolerance:
 
 
 def study_layer(i: int, folder: str, recorder: Recorder, engine, h, theirs_h, ids, tolerance: float):
-    """Layer i over the engine's streams h [1,s,hc,d] -> its LayerStudy, the streams after it, and those [s,hc,d]
-    of a reference that goes on by itself from theirs_h."""
+    """Layer i over the engine's streams h [1,s,hc,d] -> its LayerStudy, the streams after it, and those of a
+    reference that goes on by itself from theirs_h [s,hc,d]."""
     tokens, trips = ids[0].numpy(), engine.mode.round_trips
     ratio = engine.args.compress_ratios[i]
     out = recorder.run(engine, i, h, ids)
@@ -6178,7 +6408,7 @@ def study_layer(i: int, folder: str, recorder: Recorder, engine, h, theirs_h, id
         fault = f"{unexplained} tokens differ though nothing that they round, choose or attend does"
     theirs_h, _ = Reference(folder, trips).block(i, theirs_h, tokens)
     study = LayerStudy(bool(trips), i, ratio, shared, relative_error(out[0], own),
-                       relative_error(out[0], theirs_h), int(watch.flipped + watch.other_choices),
+                       relative_error(out[0], theirs_h), watch.moved,
                        int(exposed.sum()), int(apart.sum()), unexplained, fault)
     return study, out, theirs_h
 
@@ -6186,7 +6416,8 @@ def study_layer(i: int, folder: str, recorder: Recorder, engine, h, theirs_h, id
 def study_model(folder: str, trips, ids: torch.Tensor, tolerance: float, breaks=None) -> list[LayerStudy]:
     """Every layer of the engine (that `breaks`, a trap, has spoiled) beside the reference, in fp32."""
     n = ids.size(1)
-    engine = load(folder, round_trips=trips, n_mtp_layers=0, max_seq_len=n, max_chunk=n)
+    # max_chunk: the ring has room for a window that is one too long
+    engine = load(folder, round_trips=trips, n_mtp_layers=0, max_seq_len=n, max_chunk=n + 1)
     studies = []
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         model.get_compress_topk_idxs.cache_clear()      # it may know what a trap made visible
@@ -6212,20 +6443,28 @@ def judge_layers(found: dict[str, list[LayerStudy]]) -> tuple[bool, str]:
     for name, studies in found.items():
         for study in studies:
             if study.fault:
-                control = "Layer 0, whose input is the same bits, is " + (
-                    "the one." if study.layer == 0 else "clear, so the comparison itself holds.")
+                control = "the one" if study.layer == 0 else "clear, so the comparison itself holds"
                 trips = "on" if study.round_trips else "off"
-                return False, (f"BUG in layer {study.layer} (ratio {study.ratio}), {name} weights, round trips {trips}: "
-                               f"{study.fault}.\n{control}")
-    last = {name: studies[-1].end_to_end for name, studies in found.items()}
-    flips, apart = (sum(getattr(study, key) for studies in found.values() for study in studies)
-                    for key in ("flips", "apart"))
-    shared = max(study.shared for studies in found.values() for study in studies)
-    return True, (f"No bug. Layer 0, whose input is the same bits, agrees, and so does every layer over the same input, "
-                  f"roundings and choices, to {shared:.0e}.\nWhat grows to {last['plain']:.0e} (plain) and "
-                  f"{last['x8']:.0e} (x8) end to end is conditioning: {flips} roundings and choices fell to a neighbour, and "
-                  f"all {apart} tokens that differ over the same input lie behind one.\nAn end-to-end tolerance that "
-                  "clears this engine would clear a bug of that size, too.")
+                where = f"layer {study.layer} (ratio {study.ratio}), {name} weights, round trips {trips}"
+                return False, (f"BUG in {where}: {study.fault}.\n"
+                               f"Layer 0, whose input is the same bits, is {control}.")
+    everything = [study for studies in found.values() for study in studies]
+    shared = max(study.shared for study in everything)
+    flips, apart = sum(study.flips for study in everything), sum(study.apart for study in everything)
+    plain, sharp = (studies[-1].end_to_end for studies in found.values())
+    return True, ("No bug. Layer 0, whose input is the same bits, agrees, and so does every layer over the "
+                  f"same input, roundings and choices, to {shared:.0e}.\n"
+                  f"What grows to {plain:.0e} (plain) and {sharp:.0e} (x{SHARPER}) end to end is conditioning: "
+                  f"over the same input {flips} roundings and choices fall to a neighbour, and all {apart} "
+                  "tokens that differ lie behind one.\n"
+                  "An end-to-end tolerance that clears this engine would clear a bug of that size, too.")
+
+
+def study_row(name: str, study: LayerStudy) -> list[str]:
+    apart = f"{study.apart} ({study.unexplained} not exposed)" if study.unexplained else str(study.apart)
+    return [name, "on" if study.round_trips else "off", f"{study.layer} ({study.ratio})",
+            f"{study.shared:.1e}", f"{study.own:.1e}", str(study.flips), str(study.exposed), apart,
+            f"{study.end_to_end:.1e}", "BUG" if study.fault else ""]
 
 
 def compare_sharpened(folder: str, tokens: int, breaks=None) -> Report:
@@ -6240,18 +6479,16 @@ def compare_sharpened(folder: str, tokens: int, breaks=None) -> Report:
                         for study in study_model(path, trips, ids, limits[name], breaks)]
                  for name, path in folders.items()}
     healthy, verdict = judge_layers(found)
-    rows = [[name, "on" if s.round_trips else "off", f"{s.layer} ({s.ratio})", f"{s.shared:.1e}", f"{s.own:.1e}",
-             str(s.flips), str(s.exposed), f"{s.apart}" + (f" ({s.unexplained} not exposed)" if s.unexplained else ""),
-             f"{s.end_to_end:.1e}", "BUG" if s.fault else ""] for name, studies in found.items() for s in studies]
+    rows = [study_row(name, study) for name, studies in found.items() for study in studies]
     return Report(
-        question=f"{tokens} random tokens in fp32, attention's logits plain and x{SHARPER}: is a difference from the "
-                 "NumPy reference a bug, or conditioning?",
+        question=f"{tokens} random tokens in fp32, attention's logits plain and x{SHARPER}: is a difference "
+                 "from the NumPy reference a bug, or conditioning?",
         columns=["weights", "round trips", "layer (ratio)", "same input and roundings", "same input",
                  "roundings apart", "tokens exposed", "tokens apart", "end to end", ""],
         rows=rows, verdict=verdict, healthy=healthy,
         blind=f"decoding and chunks (one pass), bf16, the Triton kernels, and {SHARED_BLIND}",
-        data={"tokens": tokens, "layers": [{"weights": name} | s._asdict()
-                                           for name, studies in found.items() for s in studies]})
+        data={"tokens": tokens, "layers": [{"weights": name} | study._asdict()
+                                           for name, studies in found.items() for study in studies]})
 
 
 @lab("sharpen", "keys x8: is a difference from the reference a bug, or conditioning?",
@@ -6260,6 +6497,79 @@ def sharpen(args: argparse.Namespace) -> Report:
     if args.tokens < 1:
         raise ValueError(f"--tokens is {args.tokens}: compare 1 token or more; 200 use every kind of row")
     return compare_sharpened(args.ckpt_path, args.tokens)
+
+
+def test_sharpen_multiplies_the_logits(tmp_path):
+    """Layer 0's rows are 8 times as long bit for bit, round trips and all; its values come out as before."""
+    plain, sharp = (trace_of(load(folder, round_trips=("kv",), n_mtp_layers=0), random_tokens(40, 1000))
+                    for folder in (BOX, sharpen_checkpoint(BOX, tmp_path)))
+    assert torch.equal(sharp["layers.0.attn.kv"], SHARPER * plain["layers.0.attn.kv"])
+    assert torch.equal(sharp["layers.0.attn.q"], plain["layers.0.attn.q"])
+    # the first token attends itself and the sink alone
+    size = plain["layers.0.attn.out"][0].norm() / sharp["layers.0.attn.out"][0].norm()
+    assert 1 / SHARPER < size < SHARPER
+
+
+def test_sharpen_clears_the_box(monkeypatch, capsys):
+    """Healthy, although end to end it is further off than the tolerance that convicts a layer."""
+    code, out, _ = lab_typed(monkeypatch, capsys, "sharpen", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["healthy"] and report["verdict"].startswith("No bug."), report["verdict"]
+    assert not any(row["unexplained"] for row in report["layers"])
+    sharp = [row for row in report["layers"] if row["weights"] == "x8" and row["round_trips"]]
+    assert sharp[-1]["end_to_end"] > 5 * SHARPER * EXACT > max(row["shared"] for row in sharp)
+    assert any(row["exposed"] < report["tokens"] for row in sharp)      # else nothing could be unexplained
+
+
+def small_sink(engine, patch):
+    """A mistake that is smaller than what conditioning does end to end."""
+    for attn in attentions(engine):
+        attn.attn_sink += 0.01
+
+
+@pytest.mark.parametrize("breaks, ratios", [
+    (TRAPS["attention sink ignored"], (0, 4, 128)), (TRAPS["window one short"], (0, 4, 128)),
+    (TRAPS["window one long"], (0, 4, 128)), (TRAPS["compressed rows visible one early"], (4, 128)),
+    (TRAPS["every row attended (no top-k)"], (4,)), (small_sink, (0, 4, 128))])
+def test_sharpen_convicts(breaks, ratios):
+    """Planted: told from conditioning, in the first layer that has it."""
+    report = compare_sharpened(BOX, 135, breaks)
+    args = model.ModelArgs.from_config(generate.config_of(BOX, None))
+    layer = next(i for i, ratio in enumerate(args.compress_ratios) if ratio in ratios)
+    assert report.healthy is False and report.verdict.startswith(f"BUG in layer {layer} "), report.verdict
+
+
+def test_sharpen_convicts_where_only_roundings_tell():
+    """Planted: KV rounded through bf16, as in the vendor's first release. Without round trips nobody can see
+    it, and each value is within one quantum of the right one."""
+    def breaks(engine, patch):
+        patch.setattr(model, "round_kv", lambda kv: kv.copy_(kv.bfloat16() if model.mode.round_trips else kv))
+    report = compare_sharpened(BOX, 60, breaks)
+    assert report.healthy is False and report.verdict.startswith("BUG in layer 0 "), report.verdict
+    assert "round trips on" in report.verdict and "layers.0.attn.kv" in report.verdict
+
+
+def test_sharpen_by_hand():
+    """Who is exposed to a row that differs, and which choice is wrong."""
+    watch = Exposed({}, 12, 3, 4)
+    watch.own[0] = watch.kv[2] = True
+    assert np.flatnonzero(watch.exposed()).tolist() == [0, 2, 3, 4]
+    watch.rows[1] = True        # tokens 4 to 7: seen from token 7 on
+    assert np.flatnonzero(watch.exposed()).tolist() == [0, 2, 3, 4, 7, 8, 9, 10, 11]
+    scores = np.array([[3.0, 2.0, 2.0, 1.0], [3.0, 2.0, 1.0, -np.inf]])
+
+    def wrong(*chosen):
+        return wrong_choices(scores, np.array(chosen, bool), 2, 1e-5)
+    assert wrong([1, 1, 0, 0], [1, 1, 0, 0]) == wrong([1, 0, 1, 0], [1, 1, 0, 0]) == 0
+    assert wrong([1, 0, 0, 1], [1, 0, 1, 0]) == 2       # not the highest
+    assert wrong([1, 1, 1, 0], [1, 0, 0, 1]) == 2       # too many; one that is not visible
+
+
+@pytest.mark.parametrize("argv, said", [(["--tokens", "0"], "--tokens is 0"),
+                                        (["--ckpt-path", "/no/where"], "/no/where")])
+def test_sharpen_bad_input(monkeypatch, capsys, argv, said):
+    code, _, error = lab_typed(monkeypatch, capsys, "sharpen", *argv)
+    assert code == 2 and said in error and len(error.splitlines()) == 1
 
 
 # ==========================================================================================================
