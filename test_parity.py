@@ -5585,20 +5585,29 @@ class Pass(typing.NamedTuple):
     """What an engine computed for a prompt and an answer that was fed to it."""
     logits: torch.Tensor            # [n,vocab] at the prompt's end and at the answer's tokens but the last
     caches: list[torch.Tensor]
+    launches: int                   # of Triton kernels
 
 
 def run_answer(engine, prompt: list[int], answer: list[int]) -> Pass:
     """Teacher-forced: the answer is fed whatever the engine would say, so that positions stay comparable."""
-    tokens = torch.tensor([prompt + answer])
+    tokens, launched = torch.tensor([prompt + answer]), kernel.launches.total()
     logits = [engine(tokens[:, :len(prompt)])]
     logits += [engine(tokens[:, p:p + 1], p) for p in range(len(prompt), tokens.size(1) - 1)]
     caches = [attn.kv_cache for attn in attentions(engine)]
     caches += [attn.indexer.kv_cache for attn in attentions(engine, 4)]
-    return Pass(torch.cat(logits).cpu(), caches)
+    return Pass(torch.cat(logits).cpu(), caches, kernel.launches.total() - launched)
 
 
-def same_bits(a: Pass, b: Pass) -> bool:
-    return torch.equal(a.logits, b.logits) and all(map(torch.equal, a.caches, b.caches))
+def nothing_changed(a: Pass, b: Pass) -> bool:
+    """Not one bit, and not which kernels ran: those may give the fallbacks' very bits."""
+    same = torch.equal(a.logits, b.logits) and all(map(torch.equal, a.caches, b.caches))
+    return same and a.launches == b.launches
+
+
+def finite(row: dict) -> dict:
+    """For JSON, which has no nan."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()}
 
 
 def run_arm(arm: Arm, engine, question: Question, answer: list[int], baseline: Pass) -> dict:
@@ -5617,7 +5626,7 @@ def run_arm(arm: Arm, engine, question: Question, answer: list[int], baseline: P
     choices = found.logits.argmax(dim=-1).tolist()
     first = next((i for i, token in enumerate(answer) if choices[i] != token), None)
     effect = CHANGES if first is not None else LOGITS_ONLY if any(errors) else NO_CHANGE
-    if arm.name != CONTROL and same_bits(found, baseline):
+    if arm.name != CONTROL and nothing_changed(found, baseline):
         effect = UNREACHED
     text = None if first is None else [TokenText(question.tokenizer).push(token)
                                        for token in (answer[first], choices[first])]
@@ -5644,7 +5653,7 @@ def judge_arms(found: list[dict], question: Question, text: str) -> tuple[typing
     if effects[CONTROL] != NO_CHANGE:
         return False, f"{lines[0]}\nFAULT: with nothing switched the logits differ, so no row here counts."
     if unreached:
-        lines.append(f"FAULT: not one bit of logits or caches changes with {', '.join(unreached)}: "
+        lines.append(f"FAULT: not a bit of logits or caches changes with {', '.join(unreached)}: "
                      "the engine does not read what was switched.")
         return False, "\n".join(lines)
     if question.code is not None and question.code not in text:
@@ -5684,7 +5693,7 @@ def compare_arms(load_engine: typing.Callable, question: Question, n: int) -> Re
         blind="whether the baseline is right: each arm is compared with the same engine, and one prompt is "
               "one prompt",
         data={"prompt_tokens": len(question.ids), "answer": answer, "text": text, "code": question.code,
-              "arms": found})
+              "arms": [finite(row) for row in found]})
 
 
 @lab("arms", "the same prompt with one thing switched at a time: what changes the answer?",
@@ -5768,8 +5777,8 @@ def test_arms_bad_input(monkeypatch, capsys, tmp_path, argv, said):
 # ---- trace
 
 # What a trace holds, in the order of computing: s tokens, d dims, hc streams, h heads, r compressed rows; of
-# one sequence, without a batch dimension. Tensors of layer i are named layers.i.NAME, each in the dtype in which
-# the engine computes it. Any part of them will do, from one pass or token by token.
+# one sequence, without a batch dimension. Tensors of layer i are named layers.i.NAME, each in the dtype in
+# which the engine computes it. Any part of them will do, from one pass or token by token.
 TRACE = {
     "tokens": "[s] int64: the input ids; two traces of different tokens are not compared",
     "in": "[s,hc,d] residual streams before the layer",
@@ -6042,7 +6051,7 @@ def compare_traces(a: dict, b: dict, names: typing.Sequence[str]) -> Report:
         verdict=verdict, healthy=healthy,
         blind="a mistake that both engines share, whatever no tensor was stored for, and errors below the "
               "tolerances, which in bf16 are wide",
-        data={"tensors": [c._asdict() for c in found]})
+        data={"tensors": [finite(c._asdict()) for c in found]})
 
 
 def shortened(names: list[str], most: int = 6) -> str:
@@ -6454,9 +6463,9 @@ def judge_layers(found: dict[str, list[LayerStudy]]) -> tuple[bool, str]:
     plain, sharp = (studies[-1].end_to_end for studies in found.values())
     return True, ("No bug. Layer 0, whose input is the same bits, agrees, and so does every layer over the "
                   f"same input, roundings and choices, to {shared:.0e}.\n"
-                  f"What grows to {plain:.0e} (plain) and {sharp:.0e} (x{SHARPER}) end to end is conditioning: "
-                  f"over the same input {flips} roundings and choices fall to a neighbour, and all {apart} "
-                  "tokens that differ lie behind one.\n"
+                  f"What grows to {plain:.0e} (plain) and {sharp:.0e} (x{SHARPER}) end to end is "
+                  f"conditioning: over the same input {flips} roundings and choices fall to a neighbour, and "
+                  f"all {apart} tokens that differ lie behind one.\n"
                   "An end-to-end tolerance that clears this engine would clear a bug of that size, too.")
 
 
@@ -6487,7 +6496,7 @@ def compare_sharpened(folder: str, tokens: int, breaks=None) -> Report:
                  "roundings apart", "tokens exposed", "tokens apart", "end to end", ""],
         rows=rows, verdict=verdict, healthy=healthy,
         blind=f"decoding and chunks (one pass), bf16, the Triton kernels, and {SHARED_BLIND}",
-        data={"tokens": tokens, "layers": [{"weights": name} | study._asdict()
+        data={"tokens": tokens, "layers": [{"weights": name} | finite(study._asdict())
                                            for name, studies in found.items() for study in studies]})
 
 
