@@ -55,6 +55,7 @@ import typing
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")         # read when torch is imported; see generate.py
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # by NumPy; beside another busy program its threads cost tenfold
 
 import numpy as np
 import pytest
@@ -6664,6 +6665,1162 @@ def test_diff_reads_no_checkpoint(tmp_path, capsys):
     assert code == 0 and json.loads(out)["differences"] == [] and json.loads(out)["same"] > 300
     with pytest.raises(SystemExit):
         lab_output("diff", "--vendor-dir", tmp_path, "--ckpt-path", BOX)
+
+
+# ---- arms
+
+class Question(typing.NamedTuple):
+    """A prompt for a lab command; `code` is what a model that remembers will say, None if nobody knows."""
+    tokenizer: typing.Any
+    ids: list[int]
+    code: typing.Optional[str]
+
+
+PROMPT_HELP = "what the user says (default: a code is told, filler, the code is asked for)"
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """--prompt in the chat format; without it a code, told so far back that windows, top-k and ratio-128 rows
+    all matter, and asked for."""
+    config = model.ModelArgs.from_config(generate.config_of(args.ckpt_path, None))
+    tokenizer = generate.load_tokenizer(args.ckpt_path)
+    if tokenizer is None:
+        raise ValueError(f"{args.ckpt_path} has no tokenizer.json, so it has no prompts: copy the one that "
+                         "belongs to it there")
+    code, text = None, args.prompt
+    if text == "":
+        raise ValueError("--prompt is empty: say something, or leave it out for the default")
+    if text is None:
+        rng = random.Random(0)
+        who, code = drawn("{who}", rng), drawn("{n} {a}", rng)
+        text = f"The code for {who} is {code}."
+        while len(tokenizer.encode(text).ids) < max(10 * config.window_size, 5 * 4 * config.index_topk):
+            text += drawn(" The {a} {n} {v} the {n} under the {a} {n}.", rng)
+        text += f"\nWhat is the code for {who}?"
+    prompt = encode_messages([{"role": "user", "content": text}], "chat")
+    return Question(tokenizer, encode_prompt(tokenizer, prompt), code)
+
+
+class Arm(typing.NamedTuple):
+    """One thing to switch. idle(engine, tokens): why the switch has nothing to act on there, or ""."""
+    name: str
+    switch: typing.Callable     # (engine, monkeypatch) switches it until the patch is undone
+    idle: typing.Callable
+
+
+def without(trip: str):
+    """Switches one round trip off."""
+    def switch(engine, patch):
+        rest = tuple(name for name in engine.mode.round_trips if name != trip)
+        patch.setattr(engine, "mode", engine.mode._replace(round_trips=rest))
+    return switch
+
+
+def index_keys(rounded: typing.Callable):
+    """Another rounding of the indexer's keys, after the Hadamard rotation; its queries stay in FP4."""
+    def switch(engine, patch):
+        round_queries = model.round_index
+        patch.setattr(model, "round_index", lambda x: (
+            round_queries(x) if x.ndim == 4 else rounded(model.rotate_activation(x))))
+    return switch
+
+
+def fp8_key(x: torch.Tensor) -> torch.Tensor:
+    return model.act_quant(x, min(x.size(-1), 128), model.mode.scale_fmt, model.mode.scale_dtype, True)
+
+
+def topk_change(change: typing.Callable):
+    def switch(engine, patch):
+        for attn in attentions(engine, 4):
+            patch.setattr(attn.indexer, "index_topk", change(attn.indexer.index_topk))
+    return switch
+
+
+def rows_off(*ratios: int):
+    """No query sees a compressed row of these ratios."""
+    def switch(engine, patch):
+        visible = model.visible_rows
+        patch.setattr(model, "visible_rows",
+                      lambda ratio, *rest: visible(ratio, *rest) * (ratio not in ratios))
+    return switch
+
+
+def rope_change(compresses: bool, change: typing.Callable):
+    """Another constant in the rotary tables of the layers that compress, or of those that do not."""
+    def switch(engine, patch):
+        for attn in attentions(engine):
+            if bool(attn.compress_ratio) == compresses:
+                table = functools.partial(attn.precompute_freqs_cis, **change(engine.args))
+                patch.setattr(attn, "precompute_freqs_cis", table)
+    return switch
+
+
+def never_idle(engine, tokens: int) -> str:
+    return ""
+
+
+def no_kernels(engine, tokens: int) -> str:
+    runs = engine.embed.weight.device.type == kernel.TRITON_DEVICE
+    return "" if runs else "not here: the fallbacks are all that runs on this machine"
+
+
+def no_rows(*ratios: int):
+    def idle(engine, tokens):
+        if any(attentions(engine, ratio) and tokens >= ratio for ratio in ratios):
+            return ""
+        return f"no row of ratio {' or '.join(map(str, ratios))} is complete after {tokens} tokens"
+    return idle
+
+
+def no_more_rows(engine, tokens: int) -> str:
+    rows, topk = tokens // 4, engine.args.index_topk
+    more = attentions(engine, 4) and rows > topk
+    return "" if more else f"all of at most {rows} rows are chosen already, index_topk is {topk}"
+
+
+def no_quantised_weight(engine, tokens: int) -> str:
+    scales = [module.scale for module in engine.modules() if isinstance(module, model.Linear)]
+    return "" if any(scale is not None for scale in scales) else "no weight is quantised"
+
+
+def same_theta(engine, tokens: int) -> str:
+    differs = engine.args.compress_rope_theta != engine.args.rope_theta
+    return no_rows(4, 128)(engine, tokens) if differs else "the two are equal"
+
+
+def no_window_layer(engine, tokens: int) -> str:
+    return "" if attentions(engine, 0) else "every layer compresses"
+
+
+def no_yarn(engine, tokens: int) -> str:
+    return "" if engine.args.original_seq_len and engine.args.rope_factor != 1 else "the config has no YaRN"
+
+
+CONTROL = "nothing switched"
+NO_COMPRESSED = "compressed rows off"
+ARMS = [
+    Arm(CONTROL, lambda engine, patch: None, lambda engine, tokens: "the control"),
+    Arm("fallbacks in place of Triton kernels", lambda engine, patch: patch.setattr(
+        kernel, "TRITON_DEVICE", None), no_kernels),
+    Arm("FP8 of KV off", without("kv"), never_idle),
+    Arm("index keys FP8, queries FP4", index_keys(fp8_key), no_rows(4)),
+    Arm("index keys BF16, queries FP4", index_keys(lambda x: x), no_rows(4)),
+    Arm("index keys and queries BF16", without("index"), no_rows(4)),
+    Arm("Hadamard off, FP4 on", without("hadamard"), no_rows(4)),
+    Arm("activation quantisation off", without("act"), no_quantised_weight),
+    Arm("index_topk x2", topk_change(lambda topk: 2 * topk), no_more_rows),
+    Arm("index_topk: all rows", topk_change(lambda topk: 1 << 30), no_more_rows),
+    Arm(NO_COMPRESSED, rows_off(4, 128), no_rows(4, 128)),
+    Arm("ratio-4 rows off", rows_off(4), no_rows(4)),
+    Arm("ratio-128 rows off", rows_off(128), no_rows(128)),
+    Arm("compress_rope_theta = rope_theta", rope_change(True, lambda args: {"base": args.rope_theta}),
+        same_theta),
+    Arm("rope_theta x4", rope_change(False, lambda args: {"base": 4 * args.rope_theta}), no_window_layer),
+    Arm("YaRN off", rope_change(True, lambda args: {"original_seq_len": 0}), no_yarn),
+]
+CHANGES, LOGITS_ONLY, NO_CHANGE = "changes the answer", "changes logits only", "no change"
+IDLE, UNREACHED = "nothing to switch", "DID NOT REACH THE ENGINE"
+
+
+class Pass(typing.NamedTuple):
+    """What an engine computed for a prompt and an answer that was fed to it."""
+    logits: torch.Tensor            # [n,vocab] at the prompt's end and at the answer's tokens but the last
+    caches: list[torch.Tensor]
+    launches: int                   # of Triton kernels
+
+
+def run_answer(engine, prompt: list[int], answer: list[int]) -> Pass:
+    """Teacher-forced: the answer is fed whatever the engine would say, so that positions stay comparable."""
+    tokens, launched = torch.tensor([prompt + answer]), kernel.launches.total()
+    logits = [engine(tokens[:, :len(prompt)])]
+    logits += [engine(tokens[:, p:p + 1], p) for p in range(len(prompt), tokens.size(1) - 1)]
+    caches = [attn.kv_cache for attn in attentions(engine)]
+    caches += [attn.indexer.kv_cache for attn in attentions(engine, 4)]
+    return Pass(torch.cat(logits).cpu(), caches, kernel.launches.total() - launched)
+
+
+def nothing_changed(a: Pass, b: Pass) -> bool:
+    """Not one bit, and not which kernels ran: those may give the fallbacks' very bits."""
+    same = torch.equal(a.logits, b.logits) and all(map(torch.equal, a.caches, b.caches))
+    return same and a.launches == b.launches
+
+
+def finite(row: dict) -> dict:
+    """For JSON, which has no nan."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()}
+
+
+def run_arm(arm: Arm, engine, question: Question, answer: list[int], baseline: Pass) -> dict:
+    """One arm beside the baseline: its effect, the first token that changes, and errors of the logits."""
+    tokens = len(question.ids) + len(answer) - 1
+    idle = arm.idle(engine, tokens)
+    if idle and arm.name != CONTROL:
+        return {"arm": arm.name, "effect": IDLE, "why": idle}
+    with pytest.MonkeyPatch.context() as patch:
+        model.get_compress_topk_idxs.cache_clear()      # it would answer with what was visible before
+        arm.switch(engine, patch)
+        engine.reset_caches(engine.embed.weight.device)     # also decides which path the experts take
+        found = run_answer(engine, question.ids, answer)
+    model.get_compress_topk_idxs.cache_clear()
+    errors = [relative_error(a, b) for a, b in zip(found.logits, baseline.logits)]
+    choices = found.logits.argmax(dim=-1).tolist()
+    first = next((i for i, token in enumerate(answer) if choices[i] != token), None)
+    effect = CHANGES if first is not None else LOGITS_ONLY if any(errors) else NO_CHANGE
+    if arm.name != CONTROL and nothing_changed(found, baseline):
+        effect = UNREACHED
+    text = None if first is None else [TokenText(question.tokenizer).push(token)
+                                       for token in (answer[first], choices[first])]
+    return {"arm": arm.name, "effect": effect, "first_change": first, "tokens": text,
+            "error_first": errors[0], "error_median": statistics.median(errors)}
+
+
+def greedy_answer(engine, question: Question, n: int) -> list[int]:
+    """Up to n tokens; one that ends the answer is the last."""
+    eos = question.tokenizer.token_to_id(generate.eos_token)
+    answer = generate.generate(engine, [question.ids], n, eos, temperature=0)[0]
+    return answer[:n]       # generate appends eos also where the limit cut the answer
+
+
+def judge_arms(found: list[dict], question: Question, text: str) -> tuple[typing.Optional[bool], str]:
+    """The arms by their effect, and what that says of the engine and of the prompt."""
+    lines = [f"The answer is {text!r}."]
+    for effect in (CHANGES, LOGITS_ONLY, NO_CHANGE, IDLE):
+        names = [row["arm"] for row in found if row["effect"] == effect and row["arm"] != CONTROL]
+        if names:
+            lines.append(f"{effect}: {', '.join(names)}.")
+    effects = {row["arm"]: row["effect"] for row in found}
+    unreached = [name for name, effect in effects.items() if effect == UNREACHED]
+    if effects[CONTROL] != NO_CHANGE:
+        return False, f"{lines[0]}\nFAULT: with nothing switched the logits differ, so no row here counts."
+    if unreached:
+        lines.append(f"FAULT: not a bit of logits or caches changes with {', '.join(unreached)}: "
+                     "the engine does not read what was switched.")
+        return False, "\n".join(lines)
+    if question.code is not None and question.code not in text:
+        lines.append(f"FAULT: it was told {question.code!r} and does not recall it, with nothing switched.")
+        return False, "\n".join(lines)
+    if effects[NO_COMPRESSED] != CHANGES:
+        lines.append(f"With {NO_COMPRESSED} the answer stays: this prompt does not test far recall at all.")
+        return None, "\n".join(lines)
+    lines.append(f"With {NO_COMPRESSED} the answer changes: this prompt does test far recall.")
+    return True, "\n".join(lines)
+
+
+def compare_arms(load_engine: typing.Callable, question: Question, n: int) -> Report:
+    """Every arm on an engine of its own, freshly loaded."""
+    engine = load_engine()
+    answer = greedy_answer(engine, question, n)
+    engine.reset_caches(engine.embed.weight.device)
+    baseline = run_answer(engine, question.ids, answer)
+    found, rows = [], []
+    for arm in ARMS:
+        result = run_arm(arm, load_engine(), question, answer, baseline)
+        found.append(result)
+        if result["effect"] == IDLE:
+            rows.append([arm.name, "", "", "", f"{IDLE}: {result['why']}"])
+            continue
+        change = "" if result["tokens"] is None else "{}: {!r} -> {!r}".format(
+            result["first_change"], *result["tokens"])
+        rows.append([arm.name, change, f"{result['error_first']:.1e}", f"{result['error_median']:.1e}",
+                     result["effect"]])
+    text = question.tokenizer.decode(answer)
+    healthy, verdict = judge_arms(found, question, text)
+    return Report(
+        question=f"{len(question.ids)} tokens of prompt, {len(answer)} of answer: what does each part of the "
+                 "model do to it?",
+        columns=["switched", "first token that changes", "logit error, first", "median", "effect"],
+        rows=rows, verdict=verdict, healthy=healthy,
+        blind="whether the baseline is right: each arm is compared with the same engine, and one prompt is "
+              "one prompt",
+        data={"prompt_tokens": len(question.ids), "answer": answer, "text": text, "code": question.code,
+              "arms": [finite(row) for row in found]})
+
+
+@lab("arms", "the same prompt with one thing switched at a time: what changes the answer?",
+     prompt={"metavar": "TEXT", "help": PROMPT_HELP},
+     tokens={"type": int, "default": 16, "metavar": "N", "help": "tokens of the answer (default 16)"})
+def arms(args: argparse.Namespace) -> Report:
+    if args.tokens < 1:
+        raise ValueError(f"--tokens is {args.tokens}: an answer has 1 token or more")
+    question = question_of(args)
+    room = len(question.ids) + args.tokens
+    return compare_arms(lambda: generate.load_model(args.ckpt_path, max_seq_len=room, max_batch_size=1)[0],
+                        question, args.tokens)
+
+
+def lab_typed(monkeypatch, capsys, *argv: str) -> tuple[int, str, str]:
+    """A command line -> exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["test_parity.py", *map(str, argv)])
+    code = main()
+    return code, *capsys.readouterr()
+
+
+def few_arms(monkeypatch, *names: str):
+    few = [arm for arm in ARMS if arm.name in (CONTROL, NO_COMPRESSED, *names)]
+    monkeypatch.setattr(sys.modules[__name__], "ARMS", few)
+
+
+def test_arms_on_the_box(monkeypatch, capsys):
+    """Healthy: nothing switched is bit-identical, every switch arrives, and the far rows carry the answer."""
+    code, out, _ = lab_typed(monkeypatch, capsys, "arms", "--json")
+    report = json.loads(out)
+    found = {row["arm"]: row for row in report["arms"]}
+    assert code == 0 and report["healthy"] and report["code"] in report["text"], report["verdict"]
+    assert found[CONTROL]["error_median"] == 0 and found[CONTROL]["effect"] == NO_CHANGE
+    assert found[NO_COMPRESSED]["effect"] == CHANGES and found[NO_COMPRESSED]["first_change"] is not None
+    assert list(found) == [arm.name for arm in ARMS]
+    for arm, row in found.items():
+        assert row["effect"] in (CHANGES, LOGITS_ONLY, NO_CHANGE) or row["effect"] == IDLE and row["why"], arm
+    assert found["FP8 of KV off"]["error_first"] > 0
+
+
+def test_arms_notice_a_switch_that_is_not_read(monkeypatch, capsys):
+    """Planted: an engine that rounds KV whatever its mode says; and a switch that does nothing."""
+    few_arms(monkeypatch, "FP8 of KV off", "YaRN off")
+    monkeypatch.setattr(model, "round_kv", lambda kv: model.act_quant(
+        kv, 64, model.mode.scale_fmt, model.mode.scale_dtype, True))
+    code, out, _ = lab_typed(monkeypatch, capsys, "arms", "--tokens", 2)
+    assert code == 1 and "changes with FP8 of KV off: the engine does not read" in out
+    assert out.count(UNREACHED) == 1
+    monkeypatch.setattr(sys.modules[__name__], "ARMS", [
+        arm._replace(switch=ARMS[0].switch) if arm.name == "YaRN off" else arm for arm in ARMS])
+    code, out, _ = lab_typed(monkeypatch, capsys, "arms", "--tokens", 2)
+    assert code == 1 and "changes with FP8 of KV off, YaRN off: the engine" in out
+
+
+def test_arms_notice_a_model_that_does_not_recall(monkeypatch, capsys):
+    """Planted: an indexer that chooses the rows of the lowest scores."""
+    few_arms(monkeypatch)
+    score = model.index_score
+    monkeypatch.setattr(model, "index_score", lambda q, k, weights, visible: score(q, k, -weights, visible))
+    code, out, _ = lab_typed(monkeypatch, capsys, "arms")
+    assert code == 1 and "does not recall it, with nothing switched" in out
+
+
+def test_arms_say_when_a_prompt_tests_no_far_recall(monkeypatch):
+    few_arms(monkeypatch)
+    question = Question(generate.load_tokenizer(BOX), [0, 5, 7], None)      # no row of 4 tokens is complete
+    report = compare_arms(lambda: generate.load_model(BOX, max_seq_len=8)[0], question, 1)
+    assert report.healthy is None and "does not test far recall at all" in report.verdict
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--tokens", "0"], "--tokens is 0"), (["--prompt", ""], "--prompt is empty"),
+    (["--ckpt-path", "FOLDER"], "no tokenizer.json"), (["--svg", "OUT"], "no heat map")])
+def test_arms_bad_input(monkeypatch, capsys, tmp_path, argv, said):
+    few_arms(monkeypatch)
+    places = {"FOLDER": fixture("bf16"), "OUT": str(tmp_path / "out.svg")}
+    code, _, error = lab_typed(monkeypatch, capsys, "arms", *(places.get(word, word) for word in argv))
+    assert code == 2 and said in error and len(error.splitlines()) == 1
+
+
+# ---- trace
+
+# What a trace holds, in the order of computing: s tokens, d dims, hc streams, h heads, r compressed rows; of
+# one sequence, without a batch dimension. Tensors of layer i are named layers.i.NAME, each in the dtype in
+# which the engine computes it. Any part of them will do, from one pass or token by token.
+TRACE = {
+    "tokens": "[s] int64: the input ids; two traces of different tokens are not compared",
+    "in": "[s,hc,d] residual streams before the layer",
+    "attn.x": "[s,d] the attention's input, after hc_pre and attn_norm",
+    "attn.q": "[s,h,head_dim] queries after the per-head norm and rope",
+    "attn.kv": "[s,head_dim] window rows after kv_norm, rope and the FP8 round trip",
+    "attn.index_q": "[s,index heads,index_head_dim] index queries after rope, Hadamard, FP4 round trip",
+    "attn.index_keys": "[r,index_head_dim] index keys, likewise",
+    "attn.index_scores": "[s,r] index scores, -inf where a row is not visible; left out of long traces",
+    "attn.topk": "[s,k] int: compressed rows that are attended, by number from 0, in any order, -1: none",
+    "attn.compressed": "[r,head_dim] compressed rows after norm, rope and the FP8 round trip",
+    "attn.o": "[s,h,head_dim] attention's output per head, after the inverse rope, before wo_a",
+    "attn.out": "[s,d] after wo_b",
+    "attn.h": "[s,hc,d] residual streams between attention and FFN",
+    "ffn.x": "[s,d] the FFN's input, after hc_pre and ffn_norm",
+    "ffn.gate_scores": "[s,experts] scores with the bias, which choose; not in hash layers",
+    "ffn.gate_indices": "[s,k] int: chosen experts, ascending",
+    "ffn.gate_weights": "[s,k] their weights in that order, times route_scale",
+    "ffn.out": "[s,d] routed experts and the shared one",
+    "out": "[s,hc,d] residual streams after the layer",
+    "logits": "[vocab] of the last token",
+}
+TRACE_SETS = {"attn.topk": "attn.index_scores", "ffn.gate_indices": "ffn.gate_scores"}   # chosen by which
+TRACE_SCORES = 1 << 22      # index scores of a layer that are kept
+# Tolerances of |a - b| / |b|, over a tensor. fp32 in another order of summation: as the box needs against the
+# reference. bf16 with round trips: some roundings of a layer fall to the neighbour (1e-2 in chunks of 7), and
+# in later layers that grows, and moves choices, to 5e-2 and more (LOGITS).
+TRACE_EXACT, TRACE_LAYER_0 = 5 * EXACT, 2 ** -5
+
+
+class Trace:
+    """Records what each layer of an engine computes while one sequence runs, whole or in chunks."""
+
+    def __init__(self, engine, patch):
+        self.engine, self.parts, self.hooks = engine, collections.defaultdict(list), []
+        for i, layer in enumerate(engine.layers):
+            self.hook(layer.register_forward_pre_hook, self.enter, i)
+            self.hook(layer.register_forward_hook, self.leave, "out")
+            self.hook(layer.attn.register_forward_hook, self.attention)
+            self.hook(layer.ffn.gate.register_forward_hook, self.gate)
+            self.hook(layer.ffn.register_forward_pre_hook, self.enter_ffn)
+            self.hook(layer.ffn.register_forward_hook, self.leave, "ffn.out")
+        self.hc_post, self.index_score = model.Block.hc_post, model.index_score
+        self.sparse_attn = model.sparse_attn
+        patch.setattr(model.Block, "hc_post", lambda block, *args: self.on_hc_post(block, *args))
+        patch.setattr(model, "index_score", self.on_index_score)
+        patch.setattr(model, "sparse_attn", self.on_sparse_attn)
+
+    def hook(self, register, method, *args):
+        self.hooks.append(register(functools.partial(method, *args)))
+
+    def keep(self, name: str, value: torch.Tensor):
+        self.parts[f"layers.{self.layer}.{name}"].append(value.cpu().clone())
+
+    def enter(self, i, layer, args):
+        self.layer = i
+        self.keep("in", args[0][0])
+
+    def leave(self, name, module, args, output):
+        self.keep(name, output[0])
+
+    def on_hc_post(self, block, *args):
+        self.streams = self.hc_post(block, *args)
+        return self.streams
+
+    def on_index_score(self, q, k, weights, visible):
+        scores = self.index_score(q, k, weights, visible)
+        self.keep("attn.index_q", q[0])
+        self.keep("attn.index_scores", scores[0])
+        return scores
+
+    def on_sparse_attn(self, q, kv, sink, idxs, scale):
+        # Attention rotates o back in place: when its forward ends, this same tensor holds attn.o
+        self.attended = q, idxs, self.sparse_attn(q, kv, sink, idxs, scale)
+        return self.attended[-1]
+
+    def attention(self, attn, args, output):
+        x, start_pos = args
+        q, idxs, o = (value[0] for value in self.attended)
+        rows = torch.arange(start_pos, start_pos + x.size(1), device=x.device) % attn.ring_size
+        self.keep("attn.x", x[0])
+        self.keep("attn.q", q)
+        self.keep("attn.kv", attn.kv_cache[0, rows])
+        if attn.compress_ratio:
+            self.keep("attn.topk", (idxs - attn.ring_size).clamp(min=-1).sort(dim=-1, descending=True)[0])
+        self.keep("attn.o", o.view_as(q))
+        self.keep("attn.out", output[0])
+
+    def enter_ffn(self, ffn, args):
+        self.keep("attn.h", self.streams[0])
+        self.keep("ffn.x", args[0][0])
+
+    def gate(self, gate, args, output):
+        weights, indices = output
+        indices, order = indices.sort(dim=-1)
+        if gate.bias is not None:
+            scores = model.SCORE_FUNCS[gate.score_func](args[0].float() @ gate.weight.T)
+            self.keep("ffn.gate_scores", scores + gate.bias)
+        self.keep("ffn.gate_indices", indices)
+        self.keep("ffn.gate_weights", weights.gather(1, order))
+
+    def tensors(self, tokens: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All that was kept, passes joined, under the names of TRACE."""
+        found = {"tokens": tokens[0].clone(), "logits": logits[0].cpu().clone()}
+        for name, parts in self.parts.items():
+            if name.endswith(("attn.topk", "attn.index_scores")):       # later passes see more rows
+                fill = -1 if name.endswith("topk") else -torch.inf
+                wide = max(part.size(-1) for part in parts)
+                parts = [torch.nn.functional.pad(part, (0, wide - part.size(-1)), value=fill)
+                         for part in parts]
+            found[name] = torch.cat(parts)
+            if name.endswith("attn.topk"):
+                wide = int((found[name] >= 0).sum(dim=-1).max())
+                found[name] = found[name][:, :wide].contiguous()
+        for i, attn in enumerate(attentions(self.engine)):
+            if attn.compress_ratio:
+                rows = tokens.size(1) // attn.compress_ratio
+                found[f"layers.{i}.attn.compressed"] = attn.compressor.kv_cache[0, :rows].cpu().clone()
+            if attn.compress_ratio and attn.indexer is not None:
+                found[f"layers.{i}.attn.index_keys"] = attn.indexer.kv_cache[0, :rows].cpu().clone()
+                if found[f"layers.{i}.attn.index_scores"].numel() > TRACE_SCORES:
+                    del found[f"layers.{i}.attn.index_scores"]
+        return found
+
+
+def trace_of(engine, tokens: torch.Tensor, chunk: typing.Optional[int] = None) -> dict[str, torch.Tensor]:
+    """The trace of tokens [1,s], in passes of `chunk` tokens or in one."""
+    with pytest.MonkeyPatch.context() as patch:
+        trace = Trace(engine, patch)
+        for start in range(0, tokens.size(1), chunk or tokens.size(1)):
+            logits = engine(tokens[:, start:start + (chunk or tokens.size(1))], start)
+    for hook in trace.hooks:
+        hook.remove()
+    return trace.tensors(tokens, logits)
+
+
+def trace_place(name: str) -> typing.Optional[tuple[int, int]]:
+    """Where a tensor comes in the order of computing, as (layer, place); None: not a name of a trace."""
+    order = list(TRACE)
+    parts = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    if parts is None:
+        return {"tokens": (-1, 0), "logits": (1 << 30, 0)}.get(name)
+    known = parts[2] in TRACE and parts[2] not in ("tokens", "logits")
+    return (int(parts[1]), order.index(parts[2])) if known else None
+
+
+class Compared(typing.NamedTuple):
+    """One tensor of two traces. `row`: the first token (or compressed row) that is beyond the tolerance."""
+    name: str
+    largest: float          # max |a - b|; for sets: how many rows choose otherwise
+    relative: float         # |a - b| / |b|, Euclidean over the tensor; for sets: the share of those rows
+    tolerance: float
+    row: typing.Optional[int]
+    result: str
+
+
+SAME, AGREES, DIFFERS = "same bits", "agrees", "DIFFERS"
+TIES, BEHIND = "near ties only", "behind near ties"
+
+
+def compare_values(name: str, a: torch.Tensor, b: torch.Tensor, tolerance: float, clean: int) -> Compared:
+    """Rows from `clean` on are behind near ties, where only LOGITS can be asked for."""
+    if a.is_floating_point() != b.is_floating_point() or a.shape != b.shape:
+        return Compared(name, math.nan, math.nan, tolerance, None,
+                        f"{DIFFERS}: {str(a.dtype)[6:]} {list(a.shape)}, {str(b.dtype)[6:]} {list(b.shape)}")
+    if torch.equal(a, b):
+        return Compared(name, 0.0, 0.0, tolerance, None, SAME)
+    rows = len(a) if a.ndim > 1 else 1
+    a, b = a.double().reshape(rows, -1), b.double().reshape(rows, -1)
+    apart = torch.where(a == b, 0.0, (a - b).abs())         # -inf, of rows not visible, equals -inf
+    b = b.masked_fill(~b.isfinite(), 0)
+    relative = float(apart.norm() / b.norm())
+    if relative <= tolerance:
+        return Compared(name, float(apart.max()), relative, tolerance, None, AGREES)
+    beyond = ~(apart.norm(dim=1) <= tolerance * b.norm() / rows ** 0.5)
+    row = int(beyond.int().argmax())
+    excused = relative <= LOGITS and apart[:clean].norm() <= tolerance * b[:clean].norm()
+    return Compared(name, float(apart.max()), relative, tolerance, row, BEHIND if excused else DIFFERS)
+
+
+def as_mask(chosen: torch.Tensor, wide: int) -> torch.Tensor:
+    """Lists of numbers [s,k], -1: none -> which are in [s,wide]."""
+    mask = torch.zeros(len(chosen), wide + 1, dtype=torch.bool)
+    return mask.scatter_(1, torch.where(chosen < 0, wide, chosen).long(), True)[:, :wide]
+
+
+def compare_sets(name: str, a: torch.Tensor, b: torch.Tensor, scores: typing.Optional[torch.Tensor],
+                 tolerance: float, clean: int) -> Compared:
+    """Chosen numbers as sets, exactly. Near ties: as many are chosen, and by b's scores [s,n] those that one
+    side chose alone lie within two tolerances of each other, relative to their token's largest score."""
+    if a.is_floating_point() or b.is_floating_point() or a.ndim != 2 or b.ndim != 2 or len(a) != len(b):
+        return compare_values(name, a, b, 0.0, 0)
+    wide = 1 + max([int(x.max()) for x in (a, b) if x.numel()] + [0])
+    a, b = as_mask(a, wide), as_mask(b, wide)
+    rows = (a != b).any(dim=1)
+    if not rows.any():
+        return Compared(name, 0.0, 0.0, 0.0, None, SAME)
+    result = DIFFERS
+    if scores is not None and len(scores) == len(a) and scores.size(1) >= wide:
+        scores, swapped = scores[:, :wide].double(), a != b
+        spread = (scores.masked_fill(~swapped, -torch.inf).amax(dim=1)
+                  - scores.masked_fill(~swapped, torch.inf).amin(dim=1))[rows]
+        slack = torch.full((len(a),), 2 * tolerance)
+        slack[clean:] = 2 * max(LOGITS, tolerance)
+        largest = scores.masked_fill(~scores.isfinite(), 0).abs().amax(dim=1)
+        if (spread <= (slack * largest)[rows]).all() and torch.equal(a.sum(dim=1), b.sum(dim=1)):
+            result = TIES
+    first = int(rows.int().argmax())
+    return Compared(name, float(rows.sum()), float(rows.double().mean()), 0.0, first, result)
+
+
+def trace_tolerance(exact: bool, layer: int) -> float:
+    return TRACE_EXACT if exact else TRACE_LAYER_0 if layer == 0 else LOGITS
+
+
+def load_trace(path: str) -> dict[str, torch.Tensor]:
+    if not os.path.exists(path):
+        raise ValueError(f"{path} is not there: `trace {path}` writes a trace of this engine to it")
+    try:
+        tensors = load_file(path)
+    except Exception as error:      # the library's own class is a plain Exception
+        raise ValueError(f"{path} is no safetensors file ({error}): write it again") from None
+    if "tokens" not in tensors:
+        raise ValueError(f"{path} has no tensor `tokens`, so what was computed is unknown: add the input ids")
+    return tensors
+
+
+def compare_in_order(a: dict, b: dict, shared: list[str]) -> list[Compared]:
+    exact = not any(t.dtype in (torch.bfloat16, torch.float16) for t in (*a.values(), *b.values()))
+    tokens = len(a["tokens"])
+    found, clean = [], tokens       # tokens before the first near tie
+    for name in shared:
+        kind = re.sub(r"layers\.\d+\.", "", name)
+        ours, theirs, tolerance = a[name], b[name], trace_tolerance(exact, trace_place(name)[0])
+        if kind in TRACE_SETS:
+            scores = b.get(name.removesuffix(kind) + TRACE_SETS[kind])
+            found.append(compare_sets(name, ours, theirs, scores, tolerance, clean))
+            clean = min(clean, found[-1].row) if found[-1].result == TIES else clean
+            continue
+        indices = name.replace("gate_weights", "gate_indices")
+        if indices != name and indices in shared and a[indices].shape == b[indices].shape == ours.shape:
+            alike = (a[indices] == b[indices]).all(dim=1)   # weights of other experts say nothing
+            ours, theirs = ours[alike], theirs[alike] if theirs.shape == a[name].shape else theirs
+        rows = len(ours) if ours.ndim > 1 else 1
+        found.append(compare_values(name, ours, theirs, tolerance, clean * rows // tokens))
+    return found
+
+
+def compare_traces(a: dict, b: dict, names: typing.Sequence[str]) -> Report:
+    """Two traces side by side, in the order of computing."""
+    if a["tokens"].tolist() != b["tokens"].tolist():
+        raise ValueError(f"{names[0]} and {names[1]} hold different tokens: feed both engines the same")
+    shared = sorted((name for name in a if name in b and trace_place(name) and name != "tokens"),
+                    key=trace_place)
+    if not shared:
+        raise ValueError(f"{names[0]} and {names[1]} share no tensor of a trace but `tokens`; the names are "
+                         f"layers.0.attn.q and so on: {', '.join(TRACE)}")
+    found = compare_in_order(a, b, shared)
+    healthy, verdict = judge_traces(found)
+    for side, other, path in ((a, b, names[0]), (b, a, names[1])):
+        missing = [name for name in side if name not in other and trace_place(name)]
+        foreign = [name for name in side if not trace_place(name)]
+        verdict += f"\nOnly in {path}: {shortened(missing)}." if missing else ""
+        verdict += f"\nNot names of a trace, in {path}: {shortened(foreign)}." if foreign else ""
+    return Report(
+        question=f"{names[0]} beside {names[1]}, {len(a['tokens'])} tokens: which tensor differs first?",
+        columns=["tensor", "max error", "relative", "tolerance", "from row", "result"],
+        rows=[[c.name, f"{c.largest:.1e}", f"{c.relative:.1e}", f"{c.tolerance:.1e}",
+               "" if c.row is None else str(c.row), c.result] for c in found],
+        verdict=verdict, healthy=healthy,
+        blind="a mistake that both engines share, whatever no tensor was stored for, and errors below the "
+              "tolerances, which in bf16 are wide",
+        data={"tensors": [finite(c._asdict()) for c in found]})
+
+
+def shortened(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(sorted(names)[:most]) + more
+
+
+def judge_traces(found: list[Compared]) -> tuple[bool, str]:
+    """The first tensor that differs; what near ties explain is told, and excused."""
+    first = next((i for i, c in enumerate(found) if c.result.startswith(DIFFERS)), len(found))
+    verdict = f"All {first} tensors agree."
+    if first < len(found):
+        name, row = found[first].name, found[first].row
+        where = "" if row is None else f", from row {row} on"
+        verdict = (f"First difference: {name}{where}; it is {TRACE[re.sub(r'layers.[0-9]+.', '', name)]}.\n"
+                   f"The {first} tensors before it agree.")
+    ties = [c for c in found[:first] if c.result == TIES]
+    behind = [c for c in found[:first] if c.result == BEHIND]
+    if ties:
+        row = min(c.row for c in ties)
+        names = shortened([c.name for c in ties])
+        verdict += f"\nOther choices at near ties, as rounding makes them, in {names}, from token {row} on."
+    if behind:
+        worst = max(c.relative for c in behind)
+        verdict += (f" {len(behind)} tensors differ behind those, by up to {worst:.0e}: a fault of that size "
+                    f"which shows only from token {row} on would hide there.")
+    return first == len(found), verdict
+
+
+def write_trace(args: argparse.Namespace, path: str) -> Report:
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.exists(path):
+        raise ValueError(f"{path} is there already: remove it, or choose another name")
+    if not os.path.isdir(folder):
+        raise ValueError(f"{folder} is no folder: make it, or choose another name for the trace")
+    question = question_of(args)
+    mode = {"dtype": torch.float32, "round_trips": ()} if args.exact else {}
+    engine, _ = generate.load_model(args.ckpt_path, max_seq_len=len(question.ids), max_batch_size=1, **mode)
+    tensors = trace_of(engine, torch.tensor([question.ids]))
+    save_file(tensors, path, metadata={"format": "pt"})
+    rows = []
+    for kind, meaning in TRACE.items():
+        layers = [name for name in tensors if re.sub(r"layers\.\d+\.", "", name) == kind]
+        if layers:
+            tensor, numbers = tensors[layers[0]], [name.split(".")[1] for name in layers if "." in name]
+            rows.append([f"layers.*.{kind}" if numbers else kind, " ".join(numbers), str(tensor.dtype)[6:],
+                         meaning.replace("|", "/")])
+    return Report(
+        question=f"What does each layer compute of {len(question.ids)} tokens? "
+                 f"{'fp32, round trips off' if args.exact else 'As the model runs: bf16, round trips on'}.",
+        columns=["tensor", "layers", "dtype", "what it is"], rows=rows, healthy=None,
+        verdict=f"{len(tensors)} tensors are in {path}. Feed another engine its `tokens`, write what that "
+                f"computes under the same names, then: trace {path} OTHER",
+        blind="whether any of it is right: it is one engine's word",
+        data={"file": path, "tensors": {name: list(t.shape) for name, t in tensors.items()}})
+
+
+@lab("trace", "every layer's intermediates to a file; two such files side by side: what differs first?",
+     FILES={"nargs": "+", "metavar": "FILE", "help": "one: it is written, and the names in it are printed; "
+            "two, of any engines: they are compared"},
+     prompt={"metavar": "TEXT", "help": PROMPT_HELP},
+     exact={"action": "store_true", "help": "write fp32 without round trips, to compare structure closely; "
+            "without it as the model runs, where rounding hides errors of some percent"})
+def trace(args: argparse.Namespace) -> Report:
+    if len(args.FILES) == 1:
+        return write_trace(args, args.FILES[0])
+    if len(args.FILES) > 2:
+        raise ValueError(f"{len(args.FILES)} files: one is written, two are compared")
+    if args.prompt is not None or args.exact:
+        raise ValueError("two files are compared as they are: leave --prompt and --exact out")
+    return compare_traces(*map(load_trace, args.FILES), args.FILES)
+
+
+@functools.lru_cache
+def box_question() -> torch.Tensor:
+    """The default prompt for the checkpoint in the box, [1,s]."""
+    return torch.tensor([question_of(argparse.Namespace(ckpt_path=BOX, prompt=None)).ids])
+
+
+def exact_box(patch=None, trap: str = "") -> model.Transformer:
+    """The checkpoint in the box in fp32 without round trips, with a trap built in or not."""
+    engine, _ = generate.load_model(BOX, max_seq_len=box_question().size(1), max_batch_size=1,
+                                    dtype=torch.float32, round_trips=())
+    if trap:
+        for parameter in engine.parameters():       # private copies: files are mapped read-only
+            parameter.data = parameter.data.clone()
+        with torch.inference_mode():
+            TRAPS[trap](engine, patch)
+    return engine
+
+
+@functools.lru_cache
+def box_trace() -> dict[str, torch.Tensor]:
+    return trace_of(exact_box(), box_question())
+
+
+def test_trace_twice_is_the_same(monkeypatch, capsys, tmp_path):
+    """Healthy: what was written twice agrees in every bit, and is under the documented names."""
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    for path in (a, b):
+        code, out, _ = lab_typed(monkeypatch, capsys, "trace", path)
+        assert code == 0 and str(path) in out
+    code, out, _ = lab_typed(monkeypatch, capsys, "trace", a, b, "--json")
+    results = {row["name"]: row["result"] for row in json.loads(out)["tensors"]}
+    assert code == 0 and set(results.values()) == {SAME}
+    found, config = load_file(a), generate.config_of(BOX, None)
+    assert {re.sub(r"layers\.\d+\.", "", name) for name in found} == set(TRACE)
+    assert found["layers.0.attn.q"].shape == (
+        len(found["tokens"]), config["num_attention_heads"], config["head_dim"])
+    assert torch.equal(found["layers.0.out"], found["layers.1.in"])
+    assert found["logits"].shape == (config["vocab_size"],)
+
+
+@pytest.mark.parametrize("mode", [{"dtype": torch.float32, "round_trips": ()}, {}])
+def test_trace_in_chunks(mode):
+    """Healthy: whole and in chunks, exact and as the model runs; roundings and near ties are no fault."""
+    engine, _ = generate.load_model(BOX, max_seq_len=box_question().size(1), max_batch_size=1, **mode)
+    whole, chunks = (trace_of(engine, box_question(), chunk) for chunk in (None, 50))
+    report = compare_traces(chunks, whole, ("chunks", "whole"))
+    assert report.healthy, report.verdict
+    assert {row["name"] for row in report.data["tensors"]} == set(whole) - {"tokens"}
+
+
+def reference_trace(tokens: np.ndarray) -> dict[str, torch.Tensor]:
+    """What another engine would write: the NumPy reference's own intermediates."""
+    reference, found = Reference(BOX), {"tokens": torch.from_numpy(tokens)}
+    h = reference.embed(tokens)
+    for i in range(reference.config["num_hidden_layers"]):
+        found[f"layers.{i}.in"] = h
+        h, named = reference.block(i, h, tokens)
+        found |= {f"layers.{i}.{name}": value for name, value in named.items() if name in TRACE}
+        found[f"layers.{i}.out"] = h
+        if "attn.topk" in named:
+            chosen = named["attn.topk"]
+            found[f"layers.{i}.attn.topk"] = np.where(chosen, np.arange(chosen.shape[1]), -1)
+    found["logits"] = reference.head(h)[-1]
+    return {name: value if name == "tokens" else torch.from_numpy(np.ascontiguousarray(
+        value if value.dtype.kind in "iu" else value.astype(np.float32))) for name, value in found.items()}
+
+
+def test_trace_of_another_engine():
+    """Healthy: the NumPy reference's trace beside the engine's, over all that both name."""
+    report = compare_traces(box_trace(), reference_trace(box_question()[0].numpy()), ("engine", "reference"))
+    assert report.healthy, report.verdict
+    assert len(report.rows) >= 12 * generate.config_of(BOX, None)["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("trap, ratios, kind, chunk", [
+    ("output not rotated back", (0, 4, 128), "attn.o", None),
+    ("hyper-connection comb transposed", (0, 4, 128), "attn.h", None),
+    ("wo_a groups in another order", (0, 4, 128), "attn.out", None),
+    ("route_scale 1", (0, 4, 128), "ffn.gate_weights", None),
+    ("w1 and w3 swapped", (0, 4, 128), "ffn.out", None),
+    ("no YaRN", (4, 128), "attn.q", None),
+    ("ape left out", (4,), "attn.index_keys", None),
+    ("indexer without ReLU", (4,), "attn.index_scores", None),
+    ("every row attended (no top-k)", (4,), "attn.topk", None),
+    ("decode's window offset one off", (0, 4, 128), "attn.o", 50),
+    ("overlap state not shifted after a compression", (4,), "attn.index_keys", 50)])
+def test_trace_finds_the_first_tensor(monkeypatch, trap, ratios, kind, chunk):
+    """Planted: a trap in one of two engines. The first tensor that differs is the one that it spoils, in the
+    first layer that has it."""
+    healthy = box_trace()       # before the trap: some patch the module
+    engine = exact_box(monkeypatch, trap)
+    report = compare_traces(trace_of(engine, box_question(), chunk), healthy, ("broken", "healthy"))
+    layer = next(i for i, ratio in enumerate(engine.args.compress_ratios) if ratio in ratios)
+    first = next(row for row in report.data["tensors"] if row["result"].startswith(DIFFERS))
+    assert report.healthy is False and f"First difference: layers.{layer}.{kind}" in report.verdict
+    assert first["name"] == f"layers.{layer}.{kind}" and (chunk is None or first["row"] >= chunk // 4)
+
+
+def test_trace_sets_and_near_ties():
+    """By hand: another order is no difference, a near tie is told apart from a wrong choice."""
+    scores = torch.tensor([[3.0, 2.0, 2.0 + 1e-6, 1.0], [3.0, 2.0, 1.5, -torch.inf]])
+
+    def result(a, b, **change):
+        arguments = {"scores": scores, "tolerance": 1e-5, "clean": 2} | change
+        return compare_sets("layers.0.attn.topk", torch.tensor(a), torch.tensor(b), **arguments)
+    assert result([[0, 1], [1, 0]], [[1, 0], [0, 1]]).result == SAME
+    assert result([[0, 1, -1], [0, 1, -1]], [[0, 1], [1, 0]]).result == SAME
+    tie = result([[0, 1], [0, 1]], [[0, 2], [0, 1]])
+    assert tie.result == TIES and tie.row == 0 and tie.largest == 1
+    wrong = result([[0, 1], [0, 1]], [[0, 1], [0, 2]])
+    assert wrong.result == DIFFERS and wrong.row == 1
+    assert result([[0, 1], [0, 1]], [[0, 1], [0, 2]], clean=1).result == TIES       # behind a tie in token 0
+    assert result([[0, 1], [0, 1]], [[0, 2], [0, 1]], scores=None).result == DIFFERS
+    assert result([[0, 1], [0, 1]], [[0, 1], [0, -1]]).result == DIFFERS            # fewer are chosen
+
+
+def test_trace_that_does_not_fit(monkeypatch):
+    """Names on one side only are told; shapes, dtypes and NaN are differences; other tokens are refused."""
+    ours = dict(box_trace())
+    theirs = dict(ours) | {"model.layers.0.foo": torch.zeros(2)}
+    del theirs["layers.0.attn.q"]
+    report = compare_traces(ours, theirs, ("a", "b"))
+    assert report.healthy and "Only in a: layers.0.attn.q." in report.verdict
+    assert "Not names of a trace, in b: model.layers.0.foo." in report.verdict
+    q = ours["layers.0.attn.q"]
+    for wrong in (q[:, :1], q.int(), torch.where(q == q.max(), torch.nan, q)):
+        report = compare_traces(ours, ours | {"layers.0.attn.q": wrong}, ("a", "b"))
+        assert report.healthy is False and "First difference: layers.0.attn.q" in report.verdict
+    with pytest.raises(ValueError, match="hold different tokens"):
+        compare_traces(ours, ours | {"tokens": ours["tokens"].flip(0)}, ("a", "b"))
+    with pytest.raises(ValueError, match="share no tensor of a trace"):
+        compare_traces(ours, {"tokens": ours["tokens"], "q": q}, ("a", "b"))
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["a", "b", "a"], "3 files"), (["a", "a", "--exact"], "leave --prompt and --exact out"),
+    (["a", "absent"], "is not there"), (["a", "text"], "is no safetensors file"),
+    (["a", "bare"], "has no tensor `tokens`"), (["a"], "is there already"), (["no/where"], "is no folder")])
+def test_trace_bad_input(monkeypatch, capsys, tmp_path, argv, said):
+    save_file({"tokens": torch.zeros(3, dtype=torch.int64)}, tmp_path / "a")
+    save_file({"x": torch.zeros(3)}, tmp_path / "bare")
+    (tmp_path / "text").write_text("no tensors")
+    monkeypatch.chdir(tmp_path)
+    code, _, error = lab_typed(monkeypatch, capsys, "trace", *argv)
+    assert code == 2 and said in error and len(error.splitlines()) == 1
+
+
+# ---- sharpen
+
+SHARPER = 8     # a power of two: every stored number and every FP8 scale keeps its mantissa
+
+
+def sharpen_checkpoint(folder: str, out: str) -> str:
+    """A copy whose attended rows are 8 times as long: attention's logits x8. wo_a takes the 8 out of the
+    values again. The indexer's keys stay: their length moves no choice."""
+    os.makedirs(out, exist_ok=True)
+    shutil.copy(os.path.join(folder, "config.json"), out)
+    for shard in sorted(Path(folder).glob("model*.safetensors")):
+        tensors = load_file(shard)
+        for name, tensor in tensors.items():
+            if name.endswith((".attn.kv_norm.weight", ".attn.compressor.norm.weight")):
+                tensors[name] = tensor * SHARPER
+            elif name.endswith(".attn.wo_a.scale") and tensor.dtype == torch.float8_e8m0fnu:
+                tensors[name] = (tensor.view(torch.uint8) - 3).view(tensor.dtype)       # an exponent each
+            elif name.endswith(".attn.wo_a.scale") or name.endswith(".attn.wo_a.weight") and tensor.dtype in (
+                    torch.bfloat16, torch.float32):
+                tensors[name] = tensor / SHARPER
+        save_file(tensors, os.path.join(out, shard.name), metadata={"format": "pt"})
+    return out
+
+
+class Exposed(Settle):
+    """Settles one layer, and notes where the engine's rounded values and choices are not the reference's own:
+    at a token itself, or in a row that other tokens attend. Only those are replaced, so that for all other
+    tokens the settled layer is the unsettled one bit for bit."""
+
+    def __init__(self, values: dict, tokens: int, window: int, ratio: int):
+        super().__init__(values)
+        self.window, self.ratio = window, ratio
+        self.own = np.zeros(tokens, bool)
+        self.kv = np.zeros(tokens, bool)
+        self.rows = np.zeros(tokens // ratio if ratio else 0, bool)     # compressed rows or their index keys
+        self.moved = self.other_experts = 0
+        self.flood = ""         # of what more was rounded otherwise than noise explains
+
+    def __call__(self, name: str, own: np.ndarray) -> np.ndarray:
+        engine = super().__call__(name, own)
+        size = np.abs(own.astype(float)).reshape(len(own), -1).max(axis=1, keepdims=True, initial=0)
+        apart = np.abs(engine.astype(float) - own.astype(float)).reshape(len(own), -1)
+        moved = apart > EXACT * size        # what is less apart makes no difference beyond the tolerance
+        token = moved.any(axis=1)
+        self.note(name, token)
+        if name.endswith((".topk", ".gate")):
+            self.moved += int(token.sum())
+            return engine
+        self.moved += int(moved.sum())
+        if moved.sum() > max(3, 1e-2 * own.size):       # in a healthy engine 1e-4
+            self.flood = self.flood or f"{name}: {moved.sum()} of {own.size} values are rounded otherwise"
+        return np.where(moved.reshape(own.shape), engine, own)
+
+    def note(self, name: str, differs: np.ndarray):
+        """differs [n]: which tokens, compressed rows or tokens of an expert."""
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if name.endswith(".compressor.kv"):
+            self.rows |= differs
+        elif expert:
+            gate = self.values[name[:expert.start()] + ".gate"].numpy()
+            self.own[(gate == int(expert[1])).any(axis=1)] |= differs
+        else:
+            self.own |= differs
+            if name.endswith((".attn.wkv", ".attn.kv")):
+                self.kv |= differs
+            if name.endswith(".gate"):
+                self.other_experts = int(differs.sum())
+
+    def exposed(self) -> np.ndarray:
+        """Tokens [s] whose output may differ by representation alone."""
+        tokens = len(self.own)
+        exposed = self.own.copy()
+        for p in np.flatnonzero(self.kv):
+            exposed[p:p + self.window] = True
+        if self.rows.any():     # a row is visible from its group's last token on
+            exposed[(int(self.rows.argmax()) + 1) * self.ratio - 1:tokens] = True
+        return exposed
+
+
+class LayerStudy(typing.NamedTuple):
+    """One layer of the engine beside the reference. Errors are relative to the largest output."""
+    round_trips: bool
+    layer: int
+    ratio: int
+    shared: float           # both are given the engine's input, the reference also its roundings and choices
+    own: float              # both are given the engine's input
+    end_to_end: float       # each goes on with its own streams
+    flips: int              # roundings and choices that fell otherwise over the same input
+    exposed: int            # tokens that such a one may move: their own, or in a row that they attend
+    apart: int              # tokens that differ beyond the tolerance over the same input
+    unexplained: int        # of them those that are not exposed
+    fault: str              # what convicts the layer, or ""
+
+
+def wrong_choices(scores: np.ndarray, chosen: np.ndarray, k: int, tolerance: float) -> int:
+    """Tokens whose chosen rows are not the k highest visible scores [s,r], near ties left open."""
+    visible = np.isfinite(scores)
+    if not scores.size:
+        return 0
+    lowest = np.where(chosen, scores, np.inf).min(axis=1)
+    highest = np.where(visible & ~chosen, scores, -np.inf).max(axis=1)
+    slack = tolerance * np.abs(np.where(visible, scores, 0)).max(axis=1)
+    wrong = (chosen & ~visible).any(axis=1) | (chosen.sum(axis=1) != np.minimum(visible.sum(axis=1), k))
+    return int((wrong | (highest > lowest + slack)).sum())
+
+
+def conviction(watch: Exposed, named: dict, shared: float, topk: int, tolerance: float) -> str:
+    """What of a settled layer no rounding explains, or ""."""
+    if watch.flood:
+        return watch.flood
+    if "attn.topk" in named:
+        wrong = wrong_choices(named["attn.index_scores"], named["attn.topk"], topk, tolerance)
+        if wrong:
+            return f"{wrong} tokens attend other rows than those of the highest index scores"
+    if watch.other_experts > max(1, 1e-3 * len(watch.own)):     # near ties are as rare
+        return f"{watch.other_experts} tokens choose other experts over the same input"
+    if not shared <= tolerance:
+        return f"{shared:.0e} off over the same input, roundings and choices"
+    return ""
+
+
+def study_layer(i: int, folder: str, recorder: Recorder, engine, h, theirs_h, ids, tolerance: float):
+    """Layer i over the engine's streams h [1,s,hc,d] -> its LayerStudy, the streams after it, and those of a
+    reference that goes on by itself from theirs_h [s,hc,d]."""
+    tokens, trips = ids[0].numpy(), engine.mode.round_trips
+    ratio = engine.args.compress_ratios[i]
+    out = recorder.run(engine, i, h, ids)
+    watch = Exposed(recorder.values, len(tokens), engine.args.window_size, ratio)
+    shared = math.nan
+    try:
+        settled, named = Reference(folder, trips, watch).block(i, h[0].numpy(), tokens)
+    except AssertionError as error:     # of Settle
+        fault = f"what it rounds is no neighbour of the right value: {str(error).splitlines()[0]}"
+    else:
+        shared = relative_error(out[0], settled)
+        fault = conviction(watch, named, shared, engine.args.index_topk, tolerance)
+    own, _ = Reference(folder, trips).block(i, h[0].numpy(), tokens)
+    apart = np.abs(out[0].double().numpy() - own).reshape(len(tokens), -1).max(axis=1)
+    apart = ~(apart <= tolerance * np.abs(own).max())
+    exposed = watch.exposed()
+    unexplained = int((apart & ~exposed).sum())
+    if unexplained and not fault:
+        fault = f"{unexplained} tokens differ though nothing that they round, choose or attend does"
+    theirs_h, _ = Reference(folder, trips).block(i, theirs_h, tokens)
+    study = LayerStudy(bool(trips), i, ratio, shared, relative_error(out[0], own),
+                       relative_error(out[0], theirs_h), watch.moved,
+                       int(exposed.sum()), int(apart.sum()), unexplained, fault)
+    return study, out, theirs_h
+
+
+def study_model(folder: str, trips, ids: torch.Tensor, tolerance: float, breaks=None) -> list[LayerStudy]:
+    """Every layer of the engine (that `breaks`, a trap, has spoiled) beside the reference, in fp32."""
+    n = ids.size(1)
+    # max_chunk: the ring has room for a window that is one too long
+    engine = load(folder, round_trips=trips, n_mtp_layers=0, max_seq_len=n, max_chunk=n + 1)
+    studies = []
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        model.get_compress_topk_idxs.cache_clear()      # it may know what a trap made visible
+        if breaks:
+            for parameter in engine.parameters():       # private copies: files are mapped read-only
+                parameter.data = parameter.data.clone()
+            breaks(engine, patch)
+        recorder = Recorder(engine, patch)
+        h = engine.embed(ids).unsqueeze(2).repeat(1, 1, engine.args.hc_mult, 1)     # [1,s,hc,d]
+        theirs_h = Reference(folder).embed(ids[0].numpy())
+        same = np.array_equal(h[0].numpy(), theirs_h)
+        for i in range(len(engine.layers)):
+            study, h, theirs_h = study_layer(i, folder, recorder, engine, h, theirs_h, ids, tolerance)
+            if i == 0 and not same:
+                study = study._replace(fault="its input, the embedding, is not bit for bit the reference's")
+            studies.append(study)
+    model.get_compress_topk_idxs.cache_clear()
+    return studies
+
+
+def judge_layers(found: dict[str, list[LayerStudy]]) -> tuple[bool, str]:
+    """A bug, or conditioning: the first layer that the same input convicts, else how far roundings grow."""
+    for name, studies in found.items():
+        for study in studies:
+            if study.fault:
+                control = "the one" if study.layer == 0 else "clear, so the comparison itself holds"
+                trips = "on" if study.round_trips else "off"
+                where = f"layer {study.layer} (ratio {study.ratio}), {name} weights, round trips {trips}"
+                return False, (f"BUG in {where}: {study.fault}.\n"
+                               f"Layer 0, whose input is the same bits, is {control}.")
+    everything = [study for studies in found.values() for study in studies]
+    shared = max(study.shared for study in everything)
+    flips, apart = sum(study.flips for study in everything), sum(study.apart for study in everything)
+    plain, sharp = (studies[-1].end_to_end for studies in found.values())
+    return True, ("No bug. Layer 0, whose input is the same bits, agrees, and so does every layer over the "
+                  f"same input, roundings and choices, to {shared:.0e}.\n"
+                  f"What grows to {plain:.0e} (plain) and {sharp:.0e} (x{SHARPER}) end to end is "
+                  f"conditioning: over the same input {flips} roundings and choices fall to a neighbour, and "
+                  f"all {apart} tokens that differ lie behind one.\n"
+                  "An end-to-end tolerance that clears this engine would clear a bug of that size, too.")
+
+
+def study_row(name: str, study: LayerStudy) -> list[str]:
+    apart = f"{study.apart} ({study.unexplained} not exposed)" if study.unexplained else str(study.apart)
+    return [name, "on" if study.round_trips else "off", f"{study.layer} ({study.ratio})",
+            f"{study.shared:.1e}", f"{study.own:.1e}", str(study.flips), str(study.exposed), apart,
+            f"{study.end_to_end:.1e}", "BUG" if study.fault else ""]
+
+
+def compare_sharpened(folder: str, tokens: int, breaks=None) -> Report:
+    """The engine on a checkpoint and on its sharpened copy, round trips off and on."""
+    args = model.ModelArgs.from_config(generate.config_of(folder, None))
+    ids = random_tokens(tokens, args.vocab_size)
+    with tempfile.TemporaryDirectory(prefix="parity-") as out:
+        folders = {"plain": folder, "x8": sharpen_checkpoint(folder, out)}
+        # trained attention is sharper than random; an error of a logit x8 is 8 times the error
+        limits = {"plain": 5 * EXACT, "x8": 5 * SHARPER * EXACT}
+        found = {name: [study for trips in ((), model.ROUND_TRIPS)
+                        for study in study_model(path, trips, ids, limits[name], breaks)]
+                 for name, path in folders.items()}
+    healthy, verdict = judge_layers(found)
+    rows = [study_row(name, study) for name, studies in found.items() for study in studies]
+    return Report(
+        question=f"{tokens} random tokens in fp32, attention's logits plain and x{SHARPER}: is a difference "
+                 "from the NumPy reference a bug, or conditioning?",
+        columns=["weights", "round trips", "layer (ratio)", "same input and roundings", "same input",
+                 "roundings apart", "tokens exposed", "tokens apart", "end to end", ""],
+        rows=rows, verdict=verdict, healthy=healthy,
+        blind=f"decoding and chunks (one pass), bf16, the Triton kernels, and {SHARED_BLIND}",
+        data={"tokens": tokens, "layers": [{"weights": name} | finite(study._asdict())
+                                           for name, studies in found.items() for study in studies]})
+
+
+@lab("sharpen", "keys x8: is a difference from the reference a bug, or conditioning?",
+     tokens={"type": int, "default": 200, "metavar": "N", "help": "random tokens to compare (default 200)"})
+def sharpen(args: argparse.Namespace) -> Report:
+    if args.tokens < 1:
+        raise ValueError(f"--tokens is {args.tokens}: compare 1 token or more; 200 use every kind of row")
+    return compare_sharpened(args.ckpt_path, args.tokens)
+
+
+def test_sharpen_multiplies_the_logits(tmp_path):
+    """Layer 0's rows are 8 times as long bit for bit, round trips and all; its values come out as before."""
+    plain, sharp = (trace_of(load(folder, round_trips=("kv",), n_mtp_layers=0), random_tokens(40, 1000))
+                    for folder in (BOX, sharpen_checkpoint(BOX, tmp_path)))
+    assert torch.equal(sharp["layers.0.attn.kv"], SHARPER * plain["layers.0.attn.kv"])
+    assert torch.equal(sharp["layers.0.attn.q"], plain["layers.0.attn.q"])
+    # the first token attends itself and the sink alone
+    size = plain["layers.0.attn.out"][0].norm() / sharp["layers.0.attn.out"][0].norm()
+    assert 1 / SHARPER < size < SHARPER
+
+
+def test_sharpen_clears_the_box(monkeypatch, capsys):
+    """Healthy, although end to end it is further off than the tolerance that convicts a layer."""
+    code, out, _ = lab_typed(monkeypatch, capsys, "sharpen", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["healthy"] and report["verdict"].startswith("No bug."), report["verdict"]
+    assert not any(row["unexplained"] for row in report["layers"])
+    sharp = [row for row in report["layers"] if row["weights"] == "x8" and row["round_trips"]]
+    limit = 5 * SHARPER * EXACT
+    assert max(row["end_to_end"] for row in sharp) > limit > max(row["shared"] for row in sharp)
+    assert any(row["exposed"] < report["tokens"] for row in sharp)      # else nothing could be unexplained
+
+
+def small_sink(engine, patch):
+    """A mistake that is smaller than what conditioning does end to end."""
+    for attn in attentions(engine):
+        attn.attn_sink += 0.01
+
+
+@pytest.mark.parametrize("breaks, ratios", [
+    (TRAPS["attention sink ignored"], (0, 4, 128)), (TRAPS["window one short"], (0, 4, 128)),
+    (TRAPS["window one long"], (0, 4, 128)), (TRAPS["compressed rows visible one early"], (4, 128)),
+    (TRAPS["every row attended (no top-k)"], (4,)), (small_sink, (0, 4, 128))])
+def test_sharpen_convicts(breaks, ratios):
+    """Planted: told from conditioning, in the first layer that has it."""
+    report = compare_sharpened(BOX, 135, breaks)
+    args = model.ModelArgs.from_config(generate.config_of(BOX, None))
+    layer = next(i for i, ratio in enumerate(args.compress_ratios) if ratio in ratios)
+    assert report.healthy is False and report.verdict.startswith(f"BUG in layer {layer} "), report.verdict
+
+
+def test_sharpen_convicts_where_only_roundings_tell():
+    """Planted: KV rounded through bf16, as in the vendor's first release. Without round trips nobody can see
+    it, and each value is within one quantum of the right one."""
+    def breaks(engine, patch):
+        patch.setattr(model, "round_kv", lambda kv: kv.copy_(kv.bfloat16() if model.mode.round_trips else kv))
+    report = compare_sharpened(BOX, 60, breaks)
+    assert report.healthy is False and report.verdict.startswith("BUG in layer 0 "), report.verdict
+    assert "round trips on" in report.verdict and "layers.0.attn.kv" in report.verdict
+
+
+def test_sharpen_by_hand():
+    """Who is exposed to a row that differs, and which choice is wrong."""
+    watch = Exposed({}, 12, 3, 4)
+    watch.own[0] = watch.kv[2] = True
+    assert np.flatnonzero(watch.exposed()).tolist() == [0, 2, 3, 4]
+    watch.rows[1] = True        # tokens 4 to 7: seen from token 7 on
+    assert np.flatnonzero(watch.exposed()).tolist() == [0, 2, 3, 4, 7, 8, 9, 10, 11]
+    scores = np.array([[3.0, 2.0, 2.0, 1.0], [3.0, 2.0, 1.0, -np.inf]])
+
+    def wrong(*chosen):
+        return wrong_choices(scores, np.array(chosen, bool), 2, 1e-5)
+    assert wrong([1, 1, 0, 0], [1, 1, 0, 0]) == wrong([1, 0, 1, 0], [1, 1, 0, 0]) == 0
+    assert wrong([1, 0, 0, 1], [1, 0, 1, 0]) == 2       # not the highest
+    assert wrong([1, 1, 1, 0], [1, 0, 0, 1]) == 2       # too many; one that is not visible
+
+
+@pytest.mark.parametrize("argv, said", [(["--tokens", "0"], "--tokens is 0"),
+                                        (["--ckpt-path", "/no/where"], "/no/where")])
+def test_sharpen_bad_input(monkeypatch, capsys, argv, said):
+    code, _, error = lab_typed(monkeypatch, capsys, "sharpen", *argv)
+    assert code == 2 and said in error and len(error.splitlines()) == 1
 
 
 # ==========================================================================================================
