@@ -55,7 +55,7 @@ import typing
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")         # read when torch is imported; see generate.py
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # by NumPy; beside another busy program its threads cost tenfold
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # by NumPy: beside another program its threads wait, too
 
 import numpy as np
 import pytest
@@ -6845,12 +6845,6 @@ def nothing_changed(a: Pass, b: Pass) -> bool:
     return same and a.launches == b.launches
 
 
-def finite(row: dict) -> dict:
-    """For JSON, which has no nan."""
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()}
-
-
 def run_arm(arm: Arm, engine, question: Question, answer: list[int], baseline: Pass) -> dict:
     """One arm beside the baseline: its effect, the first token that changes, and errors of the logits."""
     tokens = len(question.ids) + len(answer) - 1
@@ -6934,7 +6928,8 @@ def compare_arms(load_engine: typing.Callable, question: Question, n: int) -> Re
         blind="whether the baseline is right: each arm is compared with the same engine, and one prompt is "
               "one prompt",
         data={"prompt_tokens": len(question.ids), "answer": answer, "text": text, "code": question.code,
-              "arms": [finite(row) for row in found]})
+              "arms": [{key: finite(value) if isinstance(value, float) else value
+                        for key, value in row.items()} for row in found]})
 
 
 @lab("arms", "the same prompt with one thing switched at a time: what changes the answer?",
