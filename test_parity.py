@@ -5382,11 +5382,20 @@ def run_lab(args: argparse.Namespace) -> int:
         print(f"{args.command}: {generate.describe(error)}", file=sys.stderr)
         return 2
     if args.json:
-        print(json.dumps({"question": report.question, "healthy": report.healthy, "verdict": report.verdict,
-                          "blind": report.blind} | report.data))
+        print(json.dumps(finite({"question": report.question, "healthy": report.healthy,
+                                 "verdict": report.verdict, "blind": report.blind} | report.data)))
     else:
         print_report(report)
     return int(report.healthy is False)
+
+
+def finite(value: typing.Any) -> typing.Any:
+    """For JSON, which has neither infinity nor NaN: None in their place."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_report(report: Report):
@@ -5571,11 +5580,6 @@ class Deviation(typing.NamedTuple):
 
 def figure(error: float) -> str:
     return f"{error:.1e}" if 0 < error < math.inf else "not finite" if error else "0"
-
-
-def finite(number: float) -> typing.Optional[float]:
-    """JSON has no infinity: None for what is not finite."""
-    return number if math.isfinite(number) else None
 
 
 @np.errstate(all="ignore")      # what is damaged may divide by 0
@@ -5801,10 +5805,10 @@ def swap_tensors(args: argparse.Namespace) -> Report:
     return Report(
         f"Is the conversion at fault? The reference on {args.ckpt_path}, tensors of {args.original} put in.",
         columns, table, verdict, swap_blind(swap, args.tokens), healthy,
-        {"before": finite(before), "all": finite(rest[0]), "equal": equal,
-         "rows": [{"unit": row.unit, "differ": row.stored, "error": finite(row.deviation.error),
-                   "steps": finite(row.deviation.steps), "beyond": row.deviation.beyond,
-                   "size": row.deviation.size, "logits": finite(row.error), "argmax": row.moved}
+        {"before": before, "all": rest[0], "equal": equal,
+         "rows": [{"unit": row.unit, "differ": row.stored, "error": row.deviation.error,
+                   "steps": row.deviation.steps, "beyond": row.deviation.beyond,
+                   "size": row.deviation.size, "logits": row.error, "argmax": row.moved}
                   for row in rows]})
 
 
@@ -6928,8 +6932,7 @@ def compare_arms(load_engine: typing.Callable, question: Question, n: int) -> Re
         blind="whether the baseline is right: each arm is compared with the same engine, and one prompt is "
               "one prompt",
         data={"prompt_tokens": len(question.ids), "answer": answer, "text": text, "code": question.code,
-              "arms": [{key: finite(value) if isinstance(value, float) else value
-                        for key, value in row.items()} for row in found]})
+              "arms": found})
 
 
 @lab("arms", "the same prompt with one thing switched at a time: what changes the answer?",
@@ -7287,7 +7290,7 @@ def compare_traces(a: dict, b: dict, names: typing.Sequence[str]) -> Report:
         verdict=verdict, healthy=healthy,
         blind="a mistake that both engines share, whatever no tensor was stored for, and errors below the "
               "tolerances, which in bf16 are wide",
-        data={"tensors": [finite(c._asdict()) for c in found]})
+        data={"tensors": [c._asdict() for c in found]})
 
 
 def shortened(names: list[str], most: int = 6) -> str:
@@ -7732,7 +7735,7 @@ def compare_sharpened(folder: str, tokens: int, breaks=None) -> Report:
                  "roundings apart", "tokens exposed", "tokens apart", "end to end", ""],
         rows=rows, verdict=verdict, healthy=healthy,
         blind=f"decoding and chunks (one pass), bf16, the Triton kernels, and {SHARED_BLIND}",
-        data={"tokens": tokens, "layers": [{"weights": name} | finite(study._asdict())
+        data={"tokens": tokens, "layers": [{"weights": name} | study._asdict()
                                            for name, studies in found.items() for study in studies]})
 
 
