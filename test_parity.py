@@ -4464,7 +4464,7 @@ def recalls(engine, tokenizer, filler_tokens: int, seed: int) -> bool:
 
 
 def test_the_box_recalls_through_compressed_rows(monkeypatch):
-    """It finds a secret 30 to 700 tokens back, over twenty of its windows, but for one in twelve at most; none
+    """It finds a secret 30 to 700 tokens back, over twenty of its windows, in 11 of 12 cases at least; none
     with those rows invisible."""
     engine, tokenizer = generate.load_model(BOX, max_seq_len=1024)
     distances = (30, 150, 350, 700)
@@ -5481,15 +5481,18 @@ def svg_of(heats: typing.Sequence[Heat], cell: int = 36) -> str:
 
 # ---- copy, needle, select: what the lab asks a model, and what its indexers did
 
-def whole_numbers(flag: str, text: str, least: int, most: int) -> list[int]:
-    """The numbers of a flag like 58,495, ascending; ValueError says which is none, or out of range."""
-    numbers = []
+def whole_numbers(flag: str, text: typing.Optional[str], least: int, most: int, defaults=()) -> list[int]:
+    """The numbers of a flag like 58,495, ascending, or the defaults that fit; ValueError for others."""
+    if text is None:
+        fitting = [n for n in defaults if least <= n <= most]
+        if not fitting:
+            raise ValueError(f"{flag}: no default fits this checkpoint; give numbers from {least} to {most}")
+        return fitting
     for part in text.split(","):
-        if not re.fullmatch(r"\d+", part.strip()) or not least <= int(part) <= most:
+        if not re.fullmatch(r"\d{1,9}", part.strip()) or not least <= int(part) <= most:
             raise ValueError(f"{flag}: {part.strip()!r} is no whole number from {least} to {most}; "
                              "separate them by commas")
-        numbers.append(int(part))
-    return sorted(set(numbers))
+    return sorted({int(part) for part in text.split(",")})
 
 
 class Subject(typing.NamedTuple):
@@ -5501,6 +5504,7 @@ class Subject(typing.NamedTuple):
 
 
 def subject_of(ckpt_path: str) -> Subject:
+    """ValueError where the folder is no checkpoint that can be asked."""
     generate.check_checkpoint(ckpt_path, None)
     config = generate.config_of(ckpt_path, None)
     args = model.ModelArgs.from_config(config)
@@ -5590,19 +5594,18 @@ def first_wrong(tokenizer, asked: Planted, answer: str) -> int:
 
 # ---- copy
 
-DISTANCES = "24,58,128,256,495,700,1500"
+DISTANCES = 24, 58, 128, 256, 495, 700, 1500
 
 
 @lab("copy", "does it copy a secret from inside the window, and from beyond?",
-     distance=dict(metavar="N,N", help=f"tokens from secret to answer (default: of {DISTANCES} what fits)"),
+     distance=dict(metavar="N,N", help="tokens from secret to answer (default: 24 to 1500, if trained)"),
      samples=dict(type=int, default=8, help="prompts for each distance (default: 8)"))
 def copy_report(args: argparse.Namespace) -> Report:
     tokenizer, config, trained, longest = subject_of(args.ckpt_path)
     shortest = [planted(tokenizer, 0, 0, random.Random(seed)) for seed in range(8)]
     least = max(asked.distance for asked in shortest)
     most = longest + least - max(len(asked.prompt) for asked in shortest)
-    distances = (whole_numbers("--distance", args.distance, least, most) if args.distance else
-                 [d for d in map(int, DISTANCES.split(",")) if least <= d < min(trained, most)])
+    distances = whole_numbers("--distance", args.distance, least, most, [d for d in DISTANCES if d < trained])
     prompts = {d: [planted(tokenizer, 0, d - least, random.Random(f"{d} {i}"))
                    for i in range(checked_samples(args.samples))] for d in distances}
     engine = lab_engine(args.ckpt_path, max(len(asked.prompt) for row in prompts.values() for asked in row))
@@ -5694,9 +5697,8 @@ def needle_report(args: argparse.Namespace) -> Report:
     if 4 not in config.compress_ratios[:config.n_layers]:
         raise ValueError("this checkpoint has no layer of ratio 4, so no indexer to watch; use copy")
     least = max(len(planted(tokenizer, 0, 0, random.Random(seed)).prompt) for seed in range(8))
-    lengths = (whole_numbers("--lengths", args.lengths, least, longest) if args.lengths else
-               [n * config.window_size for n in WINDOWS
-                if least <= n * config.window_size <= min(trained - ANSWER, longest)])
+    lengths = whole_numbers("--lengths", args.lengths, least, longest,
+                            [n * config.window_size for n in WINDOWS if n * config.window_size < trained])
     depths = whole_numbers("--depths", args.depths, 0, 100)
     engine = lab_engine(args.ckpt_path, max(lengths))
     cells = []
@@ -5709,12 +5711,12 @@ def needle_report(args: argparse.Namespace) -> Report:
                       "layers": {layer: sight._asdict() for layer, sight in seen.items()}})
     grid = [[statistics.mean(c["found"] for c in cells if (c["length"], c["depth"]) == (length, depth))
              for depth in depths] for length in lengths]
-    verdict, healthy = needle_verdict(cells, grid, lengths)
+    verdict, healthy = needle_verdict(cells, grid, lengths, config.index_topk)
     return Report("Is a secret found, by prompt length and depth? For each lost one: the rank of its best "
                   "row in\neach indexer's scores, from the position that must say its first wrong token.",
-                  ["length", "depth", "", *(f"layer {layer}" for layer in cells[0]["layers"])],
+                  ["length", "depth", "", *(f"layer {layer}, top {config.index_topk}" for layer in seen)],
                   needle_table(cells), verdict, "what becomes of a row once it is chosen (trace shows that); "
-                  "another way that the secret took; anything where all rows are selected", healthy,
+                  "which layers would select it in a healthy model, maybe not all", healthy,
                   {"cells": cells},
                   (Heat("found, by prompt length (down) and depth in percent (across)",
                         list(map(str, lengths)), list(map(str, depths)), grid),))
@@ -5741,21 +5743,29 @@ def needle_table(cells: list[dict]) -> list[list[str]]:
     return lines
 
 
-def needle_verdict(cells: list[dict], grid: list[list[float]], lengths: list[int]) -> tuple[str, bool]:
-    lost = [cell["layers"] for cell in cells if not cell["found"]]
-    counts = f"{len(cells) - len(lost)} of {len(cells)} found"
+def needle_verdict(cells: list[dict], grid: list[list[float]], lengths: list[int],
+                   topk: int) -> tuple[str, bool]:
+    n_found = sum(cell["found"] for cell in cells)
+    counts = f"{n_found} of {len(cells)} found"
     if all(statistics.mean(row) >= FINE for row in grid):
         return f"{counts}: no memory is lost here.", True
     short = ", ".join(str(length) for length, row in zip(lengths, grid) if statistics.mean(row) < FINE)
-    missed = {layer: sum(not layers[layer]["chosen"] for layers in lost) for layer in lost[0]}
-    blamed = [layer for layer, n in missed.items() if 2 * n >= len(lost)]
-    said = "; ".join(f"layer {layer}: not selected in {n} of the {len(lost)} lost, selected and not used in "
-                     f"{len(lost) - n}" for layer, n in missed.items())
-    advice = (f"Not selected, above all in layer {', '.join(map(str, blamed))}: its index keys, queries or "
-              "weights. Go on with select, and trace that indexer." if blamed else
+    # where every row is selected, selection says nothing
+    judged = [cell for cell in cells if any(s["rows"] > topk for s in cell["layers"].values())] or cells
+    said, blamed = [], []
+    for layer in cells[0]["layers"]:
+        of = {found: [cell["layers"][layer]["chosen"] for cell in judged if cell["found"] == found]
+              for found in (False, True)}
+        missed = {found: chosen.count(False) for found, chosen in of.items()}
+        said.append(f"Layer {layer} did not select {missed[False]} of {len(of[False])} lost ones, and "
+                    f"{missed[True]} of {len(of[True])} found ones.")
+        # by luck a row is among the best now and then, and other layers can make up for one
+        if missed[False] >= max(len(of[False]) / 2, 1) or sum(missed.values()) > len(judged) / 2:
+            blamed.append(str(layer))
+    advice = (f"Not selected, above all in layer {', '.join(blamed)}: its index keys, queries or weights. Go "
+              "on with select, and trace that indexer." if blamed else
               "Selected and not used: what the chosen rows hold, or how they are attended. Go on with trace.")
-    return f"{counts}, most lost at length {short}. {said}.\n{advice}", False
-
+    return "\n".join([f"{counts}, too few at length {short}.", *said, advice]), False
 
 
 # ---- select
@@ -5785,7 +5795,8 @@ class IndexFormat(typing.NamedTuple):
 
 FP8 = {"rounded": rounded_fp8, "oracle": lambda x: act_round_trip(x, min(128, x.shape[-1]))}
 FP4 = {"rounded": rounded_fp4, "oracle": lambda x: fp4_round_trip(x, FP4_BLOCK)}
-INDEX_FORMATS = {"fp32": IndexFormat(torch.float32), "bf16": IndexFormat(),
+INDEX_FORMATS = {"fp32": IndexFormat(torch.float32), "fp32+H": IndexFormat(torch.float32, rotated=True),
+                 "bf16": IndexFormat(),
                  "fp8": IndexFormat(**FP8), "fp8+H": IndexFormat(rotated=True, **FP8),
                  "fp4": IndexFormat(**FP4), "fp4+H": IndexFormat(rotated=True, **FP4)}
 
@@ -5814,9 +5825,9 @@ def random_case(rows: int, outliers: bool, queries: int = 8) -> IndexCase:
                      [range(i, i + 1) for i in range(queries)])
 
 
-def code_case(rows: int) -> IndexCase:
+def code_case(rows: int = 32768) -> IndexCase:
     """Vectors of -1, 0 and 1, few weights, all 1: every format holds them and every sum of theirs exactly."""
-    rng, (heads, dim, topk) = generator(rows), INDEX_SHAPE.values()
+    rng, (heads, dim, topk) = generator(0), INDEX_SHAPE.values()
     q, keys = ((torch.randn(*shape, generator=rng) / 1.5).round().clamp(-1, 1)
                for shape in ((4, heads, dim), (rows, dim)))
     weights = (torch.rand(4, heads, generator=rng) < 1 / 16).float()
@@ -5921,18 +5932,18 @@ def select_report(args: argparse.Namespace) -> Report:
         source = "{} channels x{}".format(*OUTLIERS) if outliers else "Gaussian"
         for rows in counts:
             found += selections(source, {"": random_case(rows, outliers)})
-    codes = selections("codes", {"": code_case(counts[-1])})
+    codes = selections("codes", {"": code_case()})
     table, heats = select_grids(found)
     verdict, healthy = select_verdict(codes, found)
-    question = (
-        "What do formats of index queries and keys choose? Against float64: error of the scores, Jaccard of\n"
-        "the chosen sets, the needle's rank. +H: Hadamard rotation first. Random vectors: {heads} heads x {dim},\n"
-        f"top {{topk}}; a needle has {NEEDLE_STRENGTH} standard deviations more than other keys along its query's\n"
-        "direction. checkpoint: what its indexers had at the end of a prompt with a needle, mean of the layers."
-        ).format(**INDEX_SHAPE)
+    question = ("What do formats of index queries and keys choose? Against float64: error of the scores,\n"
+                "Jaccard of the chosen sets, the needle's rank. +H: Hadamard rotation first. Random\n"
+                "vectors: {heads} heads x {dim}, top {topk}; a needle has {strength} standard deviations\n"
+                "more than other keys along its query's direction. checkpoint: what its indexers had\n"
+                "at the end of a prompt with a needle, mean of the layers.")
+    question = question.format(strength=NEEDLE_STRENGTH, **INDEX_SHAPE)
     return Report(question, ["source", "rows", *INDEX_FORMATS], table, verdict,
-                  "whether queries and keys themselves are right; other data; another device's order of sums",
-                  healthy, {"codes": codes, "selections": found}, heats)
+                  "whether queries and keys themselves are right; other data; a GPU's kernels (vectors are "
+                  "scored on the CPU)", healthy, {"codes": codes, "selections": found}, heats)
 
 
 def select_grids(found: list[dict]) -> tuple[list[list[str]], tuple[Heat, ...]]:
@@ -5958,21 +5969,24 @@ def select_cell(lines: list[dict]) -> str:
 
 
 def select_verdict(codes: list[dict], found: list[dict]) -> tuple[str, bool]:
-    """Held against the engine: exact input that is not chosen exactly, and roundings that NumPy has not."""
+    """Held against the engine: codes not chosen exactly, fp32 scores off, roundings unlike NumPy's."""
     inexact = [line["format"] for line in codes if "+H" not in line["format"] and not line["as_exact"]]
-    others = {line["format"]: line["other_roundings"] for line in found if line["other_roundings"]}
     choice = f"{', '.join(inexact)} did not choose as float64" if inexact else "all choose as float64"
+    off = {name: max(line["score_error"] for line in found if line["format"] == name)
+           for name in ("fp32", "fp32+H")}
+    others = {line["format"]: line["other_roundings"] for line in found if line["other_roundings"]}
     rounding = ", ".join(f"{name} rounds {share:.1%} of the values to others than NumPy"
                          for name, share in others.items()) or "every rounding is NumPy's, bit for bit"
+    healthy = not inexact and not others and max(off.values()) <= EXACT
     own = [line for line in found if line["format"] == "fp4+H"]
     exact = [line for line in found if line["format"] == "fp32"]
     worst = min(own, key=lambda line: line["jaccard"])
     lost = sum(a["kept"] < b["kept"] for a, b in zip(own, exact))
-    return (f"Must agree exactly: on codes that every format holds, over {codes[0]['rows']} rows, {choice}; "
+    return (f"Must agree: on codes that every format holds, over {codes[0]['rows']} rows, {choice}; fp32 "
+            f"scores are {off['fp32']:.0e} off, rotated {off['fp32+H']:.0e} (fine: {EXACT:.0e});\n"
             f"{rounding}.\nThe model's own format, fp4+H: Jaccard {worst['jaccard']:.3f} at worst "
-            f"({worst['source']}, {worst['rows']} rows); in {lost} of {len(own)} cases it loses needles that "
-            "fp32 keeps." + ("" if inexact or others else " That is the format's doing, not a fault."),
-            not inexact and not others)
+            f"({worst['source']}, {worst['rows']} rows); in {lost} of {len(own)} cases it loses needles that fp32 keeps."
+            + (" That is the format's doing, not a fault." if healthy else ""), healthy)
 
 
 # ---- do copy, needle and select find what is planted, and clear what is healthy?
@@ -6068,7 +6082,7 @@ def planted_fault(monkeypatch, breaks: typing.Callable):
 
 
 def without_rows(monkeypatch, far_only: bool):
-    """Attention leaves out compressed rows that were chosen: all, or those that the window has left behind."""
+    """Attention leaves out compressed rows that were chosen: all, or those that lie before the window."""
     now = types.SimpleNamespace()
     forward, sparse_attn = model.Attention.forward, model.sparse_attn
 
@@ -6100,12 +6114,12 @@ def test_copy_finds_a_model_that_copies_nothing(monkeypatch, capsys):
     assert code == 1 and "Look elsewhere first" in found["verdict"]
 
 
-NEEDLES = "needle", "--lengths", "256,512", "--depths", "0,50,90"
+NEEDLES = "needle", "--lengths", "512", "--depths", "0,30,60,90"
 
 
 def test_needle_clears_the_box(capsys):
     code, found = lab_result(capsys, *NEEDLES)
-    assert code == 0 and found["healthy"] and len(found["cells"]) == 12
+    assert code == 0 and found["healthy"] and len(found["cells"]) == 8
     assert all(any(sight["chosen"] for sight in cell["layers"].values())
                for cell in found["cells"] if cell["found"])
 
@@ -6130,16 +6144,16 @@ def test_needle_finds_noisy_index_keys(monkeypatch, capsys):
     monkeypatch.undo()
     planted_fault(monkeypatch, lambda engine: attentions(engine, 4)[-1].indexer.compressor
                   .register_forward_hook(noisy_keys))
-    cells = lab_result(capsys, "needle", "--lengths", "512", "--depths", "0,20,40,60,80")[1]["cells"]
+    cells = lab_result(capsys, *NEEDLES)[1]["cells"]
     first, *_, last = cells[0]["layers"]
-    assert share_chosen(cells, first) >= 0.9 and share_chosen(cells, last) <= 0.6
+    assert share_chosen(cells, first) >= 0.8 and share_chosen(cells, last) <= 0.6
 
 
 def test_needle_finds_rows_that_are_chosen_and_not_attended(monkeypatch, capsys):
     without_rows(monkeypatch, far_only=False)
     code, found = lab_result(capsys, *NEEDLES)
     assert code == 1 and share_chosen(found["cells"], next(iter(found["cells"][0]["layers"]))) >= 0.9
-    assert "selected and not used in" in found["verdict"] and not any(c["found"] for c in found["cells"])
+    assert "Selected and not used" in found["verdict"] and not any(c["found"] for c in found["cells"])
 
 
 # Against exact choice; another team's program measured 979, 900 and 850 of 1000 shared rows for fp4+H.
@@ -6169,6 +6183,15 @@ def test_select_finds_scores_without_relu(monkeypatch, capsys):
     monkeypatch.setattr(torch.Tensor, "relu_", lambda scores: scores)
     code, found = lab_result(capsys, "select", "--rows", "2048")
     assert code == 1 and "fp32, bf16, fp8, fp4 did not choose as float64" in found["verdict"]
+
+
+def test_select_finds_a_rotation_that_is_none(monkeypatch, capsys):
+    """It keeps no products: signs are lost. Codes and roundings stay as they must be."""
+    monkeypatch.setattr(model, "rotate_activation",
+                        lambda x: kernel.hadamard_transform(x, x.size(-1) ** -0.5).abs())
+    code, found = lab_result(capsys, "select", "--rows", "64")
+    assert code == 1 and "all choose as float64" in found["verdict"]
+    assert "every rounding is NumPy's" in found["verdict"]
 
 
 @pytest.mark.parametrize("tile", [model.INDEX_TILE, 1])
