@@ -5985,7 +5985,8 @@ def select_verdict(codes: list[dict], found: list[dict]) -> tuple[str, bool]:
     return (f"Must agree: on codes that every format holds, over {codes[0]['rows']} rows, {choice}; fp32 "
             f"scores are {off['fp32']:.0e} off, rotated {off['fp32+H']:.0e} (fine: {EXACT:.0e});\n"
             f"{rounding}.\nThe model's own format, fp4+H: Jaccard {worst['jaccard']:.3f} at worst "
-            f"({worst['source']}, {worst['rows']} rows); in {lost} of {len(own)} cases it loses needles that fp32 keeps."
+            f"({worst['source']}, {worst['rows']} rows); in {lost} of {len(own)} cases it loses needles that "
+            "fp32 keeps."
             + (" That is the format's doing, not a fault." if healthy else ""), healthy)
 
 
