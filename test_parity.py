@@ -4397,29 +4397,82 @@ WORDS = {"{a}": "golden broken frozen rapid bright narrow clever gentle open anc
 BOX = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
 
 
+FILLER = " The {a} {n} {v} the {n} under the {a} {n}."
+STATEMENT, SECRET, QUESTION = "The code for {who} is", " {n} {a}", "What is the code for {who}?"
+ANSWER = 24         # tokens of an answer that are waited for
+
+
 def drawn(template: str, rng: random.Random) -> str:
     """The template with a random word for each of its places."""
     return re.sub(r"\{\w+\}", lambda place: rng.choice(WORDS[place[0]]), template)
 
 
-def recalls(engine, tokenizer, distance: int, seed: int) -> bool:
-    """Whether a code comes back that was said so many tokens before; greedy, through the chat format."""
-    rng = random.Random(seed)
-    who, code = drawn("{who}", rng), drawn("{n} {a}", rng)
-    text = f"The code for {who} is {code}."
-    while len(tokenizer.encode(text).ids) < distance:
-        text += drawn(" The {a} {n} {v} the {n} under the {a} {n}.", rng)
-    messages = [{"role": "user", "content": f"{text}\nWhat is the code for {who}?"}]
-    prompt = encode_prompt(tokenizer, encode_messages(messages, "chat"))
-    answer = generate.generate(engine, [prompt], 24, 1, temperature=0)[0]
-    return code in tokenizer.decode(answer)
+class Planted(typing.NamedTuple):
+    """A prompt that states a secret and asks for it; positions count its tokens from 0."""
+    prompt: list[int]
+    secret: str
+    first: int          # where the secret's tokens lie in the prompt,
+    last: int
+    said: list[int]     # and the answer in the statement's words, up to the secret's last token
+    lead: int           # of it before the secret
+
+    @property
+    def distance(self) -> int:
+        """Tokens between the secret's last one and the answer's first one."""
+        return len(self.prompt) - 1 - self.last
+
+
+def ids_of(tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def filler(tokenizer, tokens: int, rng: random.Random) -> str:
+    """As many sentences as so many tokens hold."""
+    sentences, used = [], 0
+    while True:
+        sentence = drawn(FILLER, rng)
+        used += len(ids_of(tokenizer, sentence))
+        if used > tokens:
+            return "".join(sentences)
+        sentences.append(sentence)
+
+
+def planted(tokenizer, before: int, after: int, rng: random.Random) -> Planted:
+    """A secret behind `before` tokens of filler or a few less, and `after` tokens before the question."""
+    who, secret = drawn("{who}", rng), drawn(SECRET, rng)
+    lead = STATEMENT.format(who=who)
+    text = (filler(tokenizer, before, rng) + " " + lead).lstrip()
+    rest = secret + "." + filler(tokenizer, after, rng)
+    messages = [{"role": "user", "content": f"{text}{rest}\n{QUESTION.format(who=who)}"}]
+    encoded = encode_messages(messages, "chat")
+    prompt = encode_prompt(tokenizer, encoded)
+    start = encode_prompt(tokenizer, encoded[:encoded.index(text) + len(text)])
+    # a token that holds both belongs to the secret
+    first = next((i for i, (a, b) in enumerate(zip(start, prompt)) if a != b), len(start))
+    secret = secret.strip()
+    last = next(i for i in range(first, len(prompt)) if secret in tokenizer.decode(prompt[first:i + 1]))
+    said = ids_of(tokenizer, f"{lead} {secret}")
+    return Planted(prompt, secret, first, last, said, len(ids_of(tokenizer, lead)))
+
+
+def answer_to(engine, tokenizer, asked: Planted) -> str:
+    """What the model answers: greedy, through the program's own path."""
+    eos = tokenizer.token_to_id(generate.eos_token)
+    return tokenizer.decode(generate.generate(engine, [asked.prompt], ANSWER, eos, temperature=0)[0])
+
+
+def recalls(engine, tokenizer, filler_tokens: int, seed: int) -> bool:
+    """Whether a secret comes back that was said so many tokens of filler before the question."""
+    asked = planted(tokenizer, 0, filler_tokens, random.Random(seed))
+    return asked.secret in answer_to(engine, tokenizer, asked)
 
 
 def test_the_box_recalls_through_compressed_rows(monkeypatch):
-    """It finds a code 30 to 700 tokens back, over twenty of its windows; none with those rows invisible."""
+    """It finds a secret 30 to 700 tokens back, over twenty of its windows, in 11 of 12 cases at least; none
+    with those rows invisible."""
     engine, tokenizer = generate.load_model(BOX, max_seq_len=1024)
     distances = (30, 150, 350, 700)
-    assert all(recalls(engine, tokenizer, d, seed) for d in distances for seed in range(3))
+    assert sum(recalls(engine, tokenizer, d, seed) for d in distances for seed in range(3)) >= 11
     visible = model.visible_rows
     monkeypatch.setattr(model, "visible_rows", lambda *args: 0 * visible(*args))
     model.get_compress_topk_idxs.cache_clear()
@@ -5438,6 +5491,751 @@ def svg_of(heats: typing.Sequence[Heat], cell: int = 36) -> str:
              '<path d="M0,6 L6,0" stroke="#999"/></pattern></defs>')
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
             f'font-family="sans-serif" font-size="12">{hatch}{"".join(parts)}</svg>\n')
+
+
+# ---- copy, needle, select: what the lab asks a model, and what its indexers did
+
+def whole_numbers(flag: str, text: typing.Optional[str], least: int, most: int, defaults=()) -> list[int]:
+    """The numbers of a flag like 58,495, ascending, or the defaults that fit; ValueError for others."""
+    if text is None:
+        fitting = [n for n in defaults if least <= n <= most]
+        if not fitting:
+            raise ValueError(f"{flag}: no default fits this checkpoint; give numbers from {least} to {most}")
+        return fitting
+    for part in text.split(","):
+        if not re.fullmatch(r"\d{1,9}", part.strip()) or not least <= int(part) <= most:
+            raise ValueError(f"{flag}: {part.strip()!r} is no whole number from {least} to {most}; "
+                             "separate them by commas")
+    return sorted({int(part) for part in text.split(",")})
+
+
+class Subject(typing.NamedTuple):
+    """The checkpoint that is asked: what to know before it is loaded."""
+    tokenizer: typing.Any
+    args: model.ModelArgs
+    trained: int        # the length it was trained for, before YaRN stretched it
+    longest: int        # the longest prompt it has positions for, an answer included
+
+
+def subject_of(ckpt_path: str) -> Subject:
+    """ValueError where the folder is no checkpoint that can be asked."""
+    generate.check_checkpoint(ckpt_path, None)
+    config = generate.config_of(ckpt_path, None)
+    args = model.ModelArgs.from_config(config)
+    tokenizer = generate.load_tokenizer(ckpt_path)
+    if tokenizer is None:
+        raise ValueError(f"{ckpt_path} has no tokenizer.json; nothing can be asked without: copy it")
+    longest = config.get("max_position_embeddings", generate.DEFAULT_CONTEXT)
+    return Subject(tokenizer, args, args.original_seq_len or longest, longest - ANSWER)
+
+
+def lab_engine(ckpt_path: str, tokens: int) -> model.Transformer:
+    """The engine as generate.py runs it, with room for a prompt of so many tokens and its answer."""
+    return generate.load_model(ckpt_path, max_seq_len=tokens + ANSWER, max_batch_size=1)[0]
+
+
+class Indexed:
+    """What one layer's indexer had and did, for the queries from a position on; of one sequence."""
+
+    def __init__(self):
+        self.q: list[torch.Tensor] = []         # before rotation and rounding, a query [h,d] each
+        self.keys: list[torch.Tensor] = []      # the same of all compressed rows, [r,d] a chunk
+        self.weights: list[torch.Tensor] = []   # a query [h] each
+        self.scores: list[torch.Tensor] = []    # a query [rows] each, -inf where it may not see a row
+        self.chosen: list[torch.Tensor] = []    # rows, a query [topk] each, -1 for none
+
+
+@contextlib.contextmanager
+def watched_indexers(engine: model.Transformer, first: int):
+    """Yields {layer: Indexed} and fills it, for queries at positions from `first` on."""
+    seen = {attn.layer_id: Indexed() for attn in attentions(engine, 4)}
+    now = types.SimpleNamespace(layer=None, start=0, scored=0)
+    round_index, index_score = model.round_index, model.index_score
+
+    def enter(layer, indexer, args):
+        now.layer, now.start, now.scored = seen[layer], args[2], args[2]
+
+    def leave(indexer, args, output):
+        rows = torch.where(output[0] < 0, -1, output[0] - args[3])
+        now.layer.chosen.extend(rows[max(first - now.start, 0):])
+
+    def on_round_index(x):
+        if x.ndim == 4:
+            now.layer.q.extend(x[0, max(first - now.start, 0):].clone())
+        else:
+            now.layer.keys.append(x[0].clone())
+        return round_index(x)
+
+    def on_index_score(q, k, weights, visible):
+        scores = index_score(q, k, weights, visible)
+        skipped = max(first - now.scored, 0)
+        now.scored += q.size(1)
+        now.layer.scores.extend(scores[0, skipped:].clone())
+        now.layer.weights.extend(weights[0, skipped:].clone())
+        return scores
+
+    hooks = []
+    for attn in attentions(engine, 4):
+        hooks.append(attn.indexer.register_forward_pre_hook(functools.partial(enter, attn.layer_id)))
+        hooks.append(attn.indexer.register_forward_hook(leave))
+    try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(model, "round_index", on_round_index)
+            monkeypatch.setattr(model, "index_score", on_index_score)
+            yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+FINE = 0.75         # so much comes back where nothing is wrong; a trained model misses one now and then
+
+
+def checked_samples(samples: int) -> int:
+    if samples < 1:
+        raise ValueError(f"--samples {samples}: ask at least once")
+    return samples
+
+
+def first_wrong(tokenizer, asked: Planted, answer: str) -> int:
+    """Which of the secret's tokens, from 1, the answer is the first to lose; 0 when it has the secret."""
+    if asked.secret in answer:
+        return 0
+    tokens = asked.said[asked.lead:]
+    starts = [tokenizer.decode(tokens[:n]).strip() for n in range(1, len(tokens))]
+    return 1 + sum(re.search(rf"\b{re.escape(start)}", answer) is not None for start in starts)
+
+
+# ---- copy
+
+DISTANCES = 24, 58, 128, 256, 495, 700, 1500
+
+
+@lab("copy", "does it copy a secret from inside the window, and from beyond?",
+     distance=dict(metavar="N,N", help="tokens from secret to answer (default: 24 to 1500, if trained)"),
+     samples=dict(type=int, default=8, help="prompts for each distance (default: 8)"))
+def copy_report(args: argparse.Namespace) -> Report:
+    tokenizer, config, trained, longest = subject_of(args.ckpt_path)
+    shortest = [planted(tokenizer, 0, 0, random.Random(seed)) for seed in range(8)]
+    least = max(asked.distance for asked in shortest)
+    most = longest + least - max(len(asked.prompt) for asked in shortest)
+    distances = whole_numbers("--distance", args.distance, least, most, [d for d in DISTANCES if d < trained])
+    prompts = {d: [planted(tokenizer, 0, d - least, random.Random(f"{d} {i}"))
+                   for i in range(checked_samples(args.samples))] for d in distances}
+    engine = lab_engine(args.ckpt_path, max(len(asked.prompt) for row in prompts.values() for asked in row))
+    results = [copy_row(engine, tokenizer, d, row) for d, row in prompts.items()]
+    inside = [row for row in results if row["reach"] <= config.window_size]
+    beyond = [row for row in results if row["reach"] > config.window_size]
+    edge = [f"~~~ the window ends: {config.window_size} tokens ~~~", "~", "~", "~", "~"]
+    table = [*map(copy_line, inside), edge, *map(copy_line, beyond)]
+    verdict, healthy = copy_verdict(inside, beyond)
+    return Report("Does it copy a secret? Distance: the tokens between the secret's last and the answer's "
+                  "first.\nInside the window: all of the secret is still in it while the answer says it.",
+                  ["distance asked (true)", "n", "exact match", "first wrong token", "for example"], table,
+                  verdict, "a mistake that training made, too; what layers carry on from window to window; "
+                  "other words than these", healthy,
+                  {"window": config.window_size, "inside": inside, "beyond": beyond})
+
+
+def copy_row(engine, tokenizer, distance: int, prompts: list[Planted]) -> dict:
+    """What came back of secrets at one distance; reach: how far back the answer has to look for all of it."""
+    answers = [answer_to(engine, tokenizer, asked) for asked in prompts]
+    wrong = [first_wrong(tokenizer, asked, answer) for asked, answer in zip(prompts, answers)]
+    example = next(((asked.secret, answer) for asked, answer, at in zip(prompts, answers, wrong) if at), None)
+    true = [asked.distance for asked in prompts]
+    return {"distance": distance, "true": [min(true), max(true)], "n": len(prompts),
+            "reach": max(asked.distance + len(asked.said) for asked in prompts),
+            "exact_match": wrong.count(0) / len(wrong), "first_wrong": wrong, "example": example}
+
+
+def copy_line(row: dict) -> list[str]:
+    wrong = collections.Counter(at for at in row["first_wrong"] if at)
+    example = "{!r}: {!r}".format(*row["example"]) if row["example"] else ""
+    return ["{} ({} to {})".format(row["distance"], *row["true"]), str(row["n"]), f"{row['exact_match']:.2f}",
+            ", ".join(f"the {at}. in {n}" for at, n in sorted(wrong.items())) or "none", example]
+
+
+def copy_verdict(inside: list[dict], beyond: list[dict]) -> tuple[str, bool]:
+    near_lost, far_lost = ([row["distance"] for row in rows if row["exact_match"] < FINE]
+                           for rows in (inside, beyond))
+    if near_lost:
+        return (f"Lost inside the window already (at {', '.join(map(str, near_lost))}): the far memory is "
+                "not to blame, or not alone. Look elsewhere first: trace.", False)
+    if far_lost:
+        near = "Fine inside the window" if inside else "Not asked inside the window"
+        return (f"{near}, lost beyond it (at {', '.join(map(str, far_lost))}): the compressed rows, or the "
+                "choice among them. Go on with needle.", False)
+    return "It copies wherever it was asked: no memory is lost here.", True
+
+
+# ---- needle
+
+WINDOWS = (2, 4, 8, 16, 32)         # lengths asked without --lengths, in windows
+DEPTHS = "0,25,50,75,100"
+
+
+class Sight(typing.NamedTuple):
+    """How one layer's indexer sees a needle from a position that must say a token of the secret."""
+    rank: int           # rows with a higher score than the needle's best one
+    rows: int           # rows that the position may see
+    chosen: bool
+
+
+def needle_rows(asked: Planted, rows: int) -> range:
+    """The compressed rows that pool a token of the secret: row r pools tokens 4r-4 to 4r+3."""
+    return range(asked.first // 4, min(asked.last // 4 + 2, rows))
+
+
+def sights(engine: model.Transformer, asked: Planted, token: int) -> dict[int, Sight]:
+    """{layer: what it sees from the position that must say a token (from 0) of the secret}, the right answer
+    up to there being given."""
+    ids = torch.tensor([asked.prompt + asked.said[:asked.lead + token]])
+    with watched_indexers(engine, ids.size(1) - 1) as seen:
+        engine(ids)
+    found = {}
+    for layer, indexed in seen.items():
+        scores, chosen = indexed.scores[0], set(indexed.chosen[0].tolist())
+        rows = int((scores > -math.inf).sum())
+        needle = needle_rows(asked, rows)
+        rank = int((scores > scores[list(needle)].max()).sum())
+        found[layer] = Sight(rank, rows, not chosen.isdisjoint(needle))
+    return found
+
+
+@lab("needle", "at which prompt lengths and depths is a secret found, and did the indexers choose it?",
+     lengths=dict(metavar="N,N", help="prompt lengths in tokens (default: 2 to 32 windows, if trained)"),
+     depths=dict(metavar="N,N", default=DEPTHS, help=f"0: at the start, 100: at the end (default: {DEPTHS})"),
+     samples=dict(type=int, default=2, help="prompts for each length and depth (default: 2)"))
+def needle_report(args: argparse.Namespace) -> Report:
+    tokenizer, config, trained, longest = subject_of(args.ckpt_path)
+    if 4 not in config.compress_ratios[:config.n_layers]:
+        raise ValueError("this checkpoint has no layer of ratio 4, so no indexer to watch; use copy")
+    least = max(len(planted(tokenizer, 0, 0, random.Random(seed)).prompt) for seed in range(8))
+    lengths = whole_numbers("--lengths", args.lengths, least, longest,
+                            [n * config.window_size for n in WINDOWS if n * config.window_size < trained])
+    depths = whole_numbers("--depths", args.depths, 0, 100)
+    engine = lab_engine(args.ckpt_path, max(lengths))
+    cells = []
+    for length, depth, i in itertools.product(lengths, depths, range(checked_samples(args.samples))):
+        before = (length - least) * depth // 100
+        asked = planted(tokenizer, before, length - least - before, random.Random(f"{length} {depth} {i}"))
+        wrong = first_wrong(tokenizer, asked, answer_to(engine, tokenizer, asked))
+        seen = sights(engine, asked, max(wrong - 1, 0))
+        cells.append({"length": length, "depth": depth, "true_length": len(asked.prompt), "found": not wrong,
+                      "layers": {layer: sight._asdict() for layer, sight in seen.items()}})
+    grid = [[statistics.mean(c["found"] for c in cells if (c["length"], c["depth"]) == (length, depth))
+             for depth in depths] for length in lengths]
+    verdict, healthy = needle_verdict(cells, grid, lengths, config.index_topk)
+    return Report("Is a secret found, by prompt length and depth? For each lost one: the rank of its best "
+                  "row in\neach indexer's scores, from the position that must say its first wrong token.",
+                  ["length", "depth", "", *(f"layer {layer}, top {config.index_topk}" for layer in seen)],
+                  needle_table(cells), verdict, "what becomes of a row once it is chosen (trace shows that); "
+                  "which layers would select it in a healthy model, maybe not all", healthy,
+                  {"cells": cells},
+                  (Heat("found, by prompt length (down) and depth in percent (across)",
+                        list(map(str, lengths)), list(map(str, depths)), grid),))
+
+
+def seen_as(sight: dict) -> str:
+    return "selected and not used" if sight["chosen"] else "not selected"
+
+
+def needle_table(cells: list[dict]) -> list[list[str]]:
+    """The lost needles one by one, then the ranks of those that were found."""
+    lines = []
+    for cell in cells:
+        if not cell["found"]:
+            ranks = [f"{sight['rank'] + 1} of {sight['rows']}: {seen_as(sight)}"
+                     for sight in cell["layers"].values()]
+            lines.append([str(cell["length"]), f"{cell['depth']}%", "lost", *ranks])
+    found = [cell["layers"] for cell in cells if cell["found"]]
+    if found:
+        ranks = {layer: [layers[layer] for layers in found] for layer in found[0]}
+        lines.append(["all", "all", f"{len(found)} found",
+                      *(f"{1 + statistics.median(s['rank'] for s in seen):g} (median), selected in "
+                        f"{sum(s['chosen'] for s in seen)}" for seen in ranks.values())])
+    return lines
+
+
+def needle_verdict(cells: list[dict], grid: list[list[float]], lengths: list[int],
+                   topk: int) -> tuple[str, bool]:
+    n_found = sum(cell["found"] for cell in cells)
+    counts = f"{n_found} of {len(cells)} found"
+    if all(statistics.mean(row) >= FINE for row in grid):
+        return f"{counts}: no memory is lost here.", True
+    short = ", ".join(str(length) for length, row in zip(lengths, grid) if statistics.mean(row) < FINE)
+    # where every row is selected, selection says nothing
+    judged = [cell for cell in cells if any(s["rows"] > topk for s in cell["layers"].values())] or cells
+    said, blamed = [], []
+    for layer in cells[0]["layers"]:
+        of = {found: [cell["layers"][layer]["chosen"] for cell in judged if cell["found"] == found]
+              for found in (False, True)}
+        missed = {found: chosen.count(False) for found, chosen in of.items()}
+        said.append(f"Layer {layer} did not select {missed[False]} of {len(of[False])} lost ones, and "
+                    f"{missed[True]} of {len(of[True])} found ones.")
+        # by luck a row is among the best now and then, and other layers can make up for one
+        if missed[False] >= max(len(of[False]) / 2, 1) or sum(missed.values()) > len(judged) / 2:
+            blamed.append(str(layer))
+    advice = (f"Not selected, above all in layer {', '.join(blamed)}: its index keys, queries or weights. Go "
+              "on with select, and trace that indexer." if blamed else
+              "Selected and not used: what the chosen rows hold, or how they are attended. Go on with trace.")
+    return "\n".join([f"{counts}, too few at length {short}.", *said, advice]), False
+
+
+# ---- select
+
+ROW_COUNTS = "64,256,600,2048,8192,32768"
+INDEX_SHAPE = {"heads": 64, "dim": 128, "topk": 512}        # Flash's
+NEEDLE_STRENGTH = 4         # standard deviations of keys that a needle has more, along its query's direction
+LONGEST_RECORDED = 16384    # tokens of a prompt whose index vectors are recorded
+OUTLIERS = 4, 16            # channels of a key, and how much larger they are than the others
+
+
+def rounded_fp8(x: torch.Tensor) -> torch.Tensor:
+    return model.act_quant(x, min(128, x.size(-1)), "ue8m0", torch.float8_e8m0fnu, True)
+
+
+def rounded_fp4(x: torch.Tensor) -> torch.Tensor:
+    return model.fp4_act_quant(x, model.fp4_block_size, True)
+
+
+class IndexFormat(typing.NamedTuple):
+    """How an index vector is held: cast, rotated or not, rounded in place; and what NumPy rounds it to."""
+    dtype: torch.dtype = torch.bfloat16
+    rotated: bool = False
+    rounded: typing.Callable = lambda x: x
+    oracle: typing.Callable = lambda x: x
+
+
+FP8 = {"rounded": rounded_fp8, "oracle": lambda x: act_round_trip(x, min(128, x.shape[-1]))}
+FP4 = {"rounded": rounded_fp4, "oracle": lambda x: fp4_round_trip(x, FP4_BLOCK)}
+INDEX_FORMATS = {"fp32": IndexFormat(torch.float32), "fp32+H": IndexFormat(torch.float32, rotated=True),
+                 "bf16": IndexFormat(),
+                 "fp8": IndexFormat(**FP8), "fp8+H": IndexFormat(rotated=True, **FP8),
+                 "fp4": IndexFormat(**FP4), "fp4+H": IndexFormat(rotated=True, **FP4)}
+
+
+class IndexCase(typing.NamedTuple):
+    """Index vectors in fp32, before rotation and rounding: m queries of h heads over r rows."""
+    q: torch.Tensor             # [m,h,d]
+    keys: torch.Tensor          # [r,d]
+    weights: torch.Tensor       # [m,h]
+    visible: torch.Tensor       # [m,1], how many rows each query may see
+    topk: int
+    needles: list[range]        # the rows that each query looks for; none: an empty range
+
+
+def random_case(rows: int, outliers: bool, queries: int = 8) -> IndexCase:
+    """Gaussian vectors at Flash's shape, and a planted row for each query."""
+    rng, (heads, dim, topk) = generator(rows), INDEX_SHAPE.values()
+    q = torch.randn(queries, heads, dim, generator=rng)
+    weights = torch.randn(queries, heads, generator=rng) / (heads * dim) ** 0.5
+    keys = torch.randn(rows, dim, generator=rng)
+    if outliers:
+        keys[:, :OUTLIERS[0]] *= OUTLIERS[1]
+    wanted = torch.nn.functional.normalize(torch.einsum("mhd,mh->md", q, weights), dim=-1)
+    keys[:queries] += NEEDLE_STRENGTH * (keys @ wanted.T).std(dim=0)[:, None] * wanted
+    return IndexCase(q, keys, weights, torch.full((queries, 1), rows), topk,
+                     [range(i, i + 1) for i in range(queries)])
+
+
+def code_case(rows: int = 32768) -> IndexCase:
+    """Vectors of -1, 0 and 1, few weights, all 1: every format holds them and every sum of theirs exactly."""
+    rng, (heads, dim, topk) = generator(0), INDEX_SHAPE.values()
+    q, keys = ((torch.randn(*shape, generator=rng) / 1.5).round().clamp(-1, 1)
+               for shape in ((4, heads, dim), (rows, dim)))
+    weights = (torch.rand(4, heads, generator=rng) < 1 / 16).float()
+    return IndexCase(q, keys, weights, torch.full((4, 1), rows), topk, [range(0)] * 4)
+
+
+def recorded_cases(engine: model.Transformer, asked: Planted, queries: int = 8) -> dict[int, IndexCase]:
+    """{layer: what its indexer had at a prompt's end}; the last query must say the secret's first token."""
+    ids = torch.tensor([asked.prompt + asked.said[:asked.lead]])
+    first = ids.size(1) - queries
+    with watched_indexers(engine, first) as seen:
+        engine(ids)
+    visible = model.visible_rows(4, queries, first, "cpu")
+    needles = [range(0)] * (queries - 1) + [needle_rows(asked, int(visible[-1]))]
+    cases = {}
+    for layer, indexed in seen.items():
+        q, keys, weights = torch.stack(indexed.q), torch.cat(indexed.keys), torch.stack(indexed.weights)
+        cases[layer] = IndexCase(q.float().cpu(), keys.float().cpu(), weights.float().cpu(), visible,
+                                 engine.args.index_topk, needles)
+    return cases
+
+
+def exact_scores(case: IndexCase) -> np.ndarray:
+    """Brute force in float64, head by head: [m,r], -inf where a query may not see a row."""
+    q, keys, weights = (x.double().numpy() for x in (case.q, case.keys, case.weights))
+    scores = np.zeros((len(q), len(keys)))
+    for head in range(q.shape[1]):
+        scores += np.maximum(q[:, head] @ keys.T, 0) * weights[:, head, None]
+    return np.where(np.arange(len(keys)) < case.visible.numpy(), scores, -np.inf)
+
+
+def held(x: torch.Tensor, form: IndexFormat) -> tuple[torch.Tensor, float]:
+    """x in a format, and the share of its values that NumPy rounds otherwise."""
+    x = x.to(form.dtype)
+    if form.rotated:
+        x = model.rotate_activation(x)
+    expected = form.oracle(x.double().numpy())
+    x = form.rounded(x.clone())
+    return x, float((x.double().numpy() != expected).mean())
+
+
+def scored(case: IndexCase, form: IndexFormat) -> tuple[torch.Tensor, float]:
+    """The engine's scores [m,r] of vectors held in a format, and the share of other roundings."""
+    (q, other_q), (keys, other_keys) = held(case.q, form), held(case.keys, form)
+    scores = model.index_score(q[None], keys[None], case.weights.to(form.dtype)[None], case.visible)
+    return scores[0].float(), max(other_q, other_keys)
+
+
+def selection(case: IndexCase, name: str, exact: np.ndarray) -> dict:
+    """One format against exact scores: error of the scores, Jaccard of the chosen sets, the needles' fate."""
+    scores, other = scored(case, INDEX_FORMATS[name])
+    k = min(case.topk, int(case.visible.min()))
+    sets = [[set(order[:k].tolist()) for order in orders] for orders in
+            (scores.topk(k)[1], np.argsort(-exact, axis=1, kind="stable"))]
+    seen = np.isfinite(exact)
+    ranks, kept = [], []
+    for row, chosen, needle in zip(scores, sets[0], case.needles):
+        if needle:
+            ranks.append(1 + int((row > row[list(needle)].max()).sum()))
+            kept.append(not chosen.isdisjoint(needle))
+    # of exact ties either side may take its own: a choice is right when its scores are the best ones
+    best = -np.sort(-exact, axis=1)[:, :k]
+    right = all(np.array_equal(-np.sort(-row[list(chosen)]), top) for row, chosen, top
+                in zip(exact, sets[0], best))
+    return {"format": name, "score_error": relative_error(scores.numpy()[seen], exact[seen]),
+            "jaccard": statistics.mean(len(a & b) / len(a | b) for a, b in zip(*sets)), "as_exact": right,
+            "other_roundings": other, "kept": statistics.mean(kept) if kept else None,
+            "rank": statistics.median(ranks) if ranks else None}
+
+
+def selections(source: str, cases: dict[str, IndexCase]) -> list[dict]:
+    """Every format on cases of one row count; a case is a layer, or the only one."""
+    found = []
+    for layer, case in cases.items():
+        exact = exact_scores(case)
+        found += [{"source": source, "layer": layer, "rows": len(case.keys)} | selection(case, name, exact)
+                  for name in INDEX_FORMATS]
+    return found
+
+
+def checkpoint_cases(ckpt_path: str, counts: list[int]):
+    """Yields {layer: IndexCase} for each number of rows that a prompt of this checkpoint can have."""
+    tokenizer, config, _, longest = subject_of(ckpt_path)
+    least = len(planted(tokenizer, 0, 0, random.Random(0)).prompt)
+    lengths = [4 * rows for rows in counts if 2 * least <= 4 * rows <= min(longest, LONGEST_RECORDED)]
+    if 4 not in config.compress_ratios[:config.n_layers] or not lengths:
+        return
+    engine = lab_engine(ckpt_path, lengths[-1])
+    for length in lengths:
+        before = (length - least) // 4
+        asked = planted(tokenizer, before, length - least - before, random.Random(length))
+        yield recorded_cases(engine, asked)
+
+
+@lab("select", "which rows do index keys in fp32, bf16, fp8 and fp4 choose, and is the needle among them?",
+     rows=dict(metavar="N,N", default=ROW_COUNTS, help=f"rows to choose from (default: {ROW_COUNTS})"))
+def select_report(args: argparse.Namespace) -> Report:
+    counts = whole_numbers("--rows", args.rows, 16, 1 << 17)
+    found = [line for cases in checkpoint_cases(args.ckpt_path, counts)
+             for line in selections("checkpoint", cases)]
+    for outliers in (False, True):
+        source = "{} channels x{}".format(*OUTLIERS) if outliers else "Gaussian"
+        for rows in counts:
+            found += selections(source, {"": random_case(rows, outliers)})
+    codes = selections("codes", {"": code_case()})
+    table, heats = select_grids(found)
+    verdict, healthy = select_verdict(codes, found)
+    question = ("What do formats of index queries and keys choose? Against float64: error of the scores,\n"
+                "Jaccard of the chosen sets, the needle's rank. +H: Hadamard rotation first. Random\n"
+                "vectors: {heads} heads x {dim}, top {topk}; a needle has {strength} standard deviations\n"
+                "more than other keys along its query's direction. checkpoint: what its indexers had\n"
+                "at the end of a prompt with a needle, mean of the layers.")
+    question = question.format(strength=NEEDLE_STRENGTH, **INDEX_SHAPE)
+    return Report(question, ["source", "rows", *INDEX_FORMATS], table, verdict,
+                  "whether queries and keys themselves are right; other data; a GPU's kernels (vectors are "
+                  "scored on the CPU)", healthy, {"codes": codes, "selections": found}, heats)
+
+
+def select_grids(found: list[dict]) -> tuple[list[list[str]], tuple[Heat, ...]]:
+    """A line for each source and row count, and a heat map for each source."""
+    table, heats = [], []
+    for source in dict.fromkeys(line["source"] for line in found):
+        lines = [line for line in found if line["source"] == source]
+        counts = sorted({line["rows"] for line in lines})
+        cells = [[[line for line in lines if (line["rows"], line["format"]) == (rows, name)]
+                  for name in INDEX_FORMATS] for rows in counts]
+        table += [[source, str(rows), *map(select_cell, row)] for rows, row in zip(counts, cells)]
+        jaccard = [[statistics.mean(line["jaccard"] for line in cell) for cell in row] for row in cells]
+        heats.append(Heat(f"{source}: Jaccard with the exact choice, by rows (down) and format (across)",
+                          list(map(str, counts)), list(INDEX_FORMATS), jaccard))
+    return table, tuple(heats)
+
+
+def select_cell(lines: list[dict]) -> str:
+    """One format at one row count: a mean over layers."""
+    error, jaccard, kept, rank = (statistics.mean(line[key] for line in lines)
+                                  for key in ("score_error", "jaccard", "kept", "rank"))
+    return f"{error:.1%} {jaccard:.3f} #{rank:.0f}" + (f", {1 - kept:.0%} lost" if kept < 1 else "")
+
+
+def select_verdict(codes: list[dict], found: list[dict]) -> tuple[str, bool]:
+    """Held against the engine: codes not chosen exactly, fp32 scores off, roundings unlike NumPy's."""
+    inexact = [line["format"] for line in codes if "+H" not in line["format"] and not line["as_exact"]]
+    choice = f"{', '.join(inexact)} did not choose as float64" if inexact else "all choose as float64"
+    off = {name: max(line["score_error"] for line in found if line["format"] == name)
+           for name in ("fp32", "fp32+H")}
+    others = {line["format"]: line["other_roundings"] for line in found if line["other_roundings"]}
+    rounding = ", ".join(f"{name} rounds {share:.1%} of the values to others than NumPy"
+                         for name, share in others.items()) or "every rounding is NumPy's, bit for bit"
+    healthy = not inexact and not others and max(off.values()) <= EXACT
+    own = [line for line in found if line["format"] == "fp4+H"]
+    exact = [line for line in found if line["format"] == "fp32"]
+    worst = min(own, key=lambda line: line["jaccard"])
+    lost = sum(a["kept"] < b["kept"] for a, b in zip(own, exact))
+    return (f"Must agree: on codes that every format holds, over {codes[0]['rows']} rows, {choice}; fp32 "
+            f"scores are {off['fp32']:.0e} off, rotated {off['fp32+H']:.0e} (fine: {EXACT:.0e});\n"
+            f"{rounding}.\nThe model's own format, fp4+H: Jaccard {worst['jaccard']:.3f} at worst "
+            f"({worst['source']}, {worst['rows']} rows); in {lost} of {len(own)} cases it loses needles that "
+            "fp32 keeps."
+            + (" That is the format's doing, not a fault." if healthy else ""), healthy)
+
+
+# ---- do copy, needle and select find what is planted, and clear what is healthy?
+
+def lab_result(capsys, *argv: str) -> tuple[int, dict]:
+    """A lab command, run as people run it: exit code and figures."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sys, "argv", ["test_parity.py", *argv, "--json"])
+        code = main()
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("argv, words", [
+    (("copy", "--distance", "58,x"), "--distance: 'x' is no whole number"),
+    (("copy", "--distance", "1"), "--distance: '1' is no whole number from"),
+    (("copy", "--distance", "9000000"), "'9000000' is no whole number from"),
+    (("copy", "--samples", "0"), "--samples 0"),
+    (("copy", "--svg", "heat.svg", "--distance", "58", "--samples", "1"), "no heat map"),
+    (("copy", "--ckpt-path", "nowhere"), "nowhere"),
+    (("needle", "--depths", "50,101"), "'101' is no whole number from 0 to 100"),
+    (("needle", "--lengths", "2"), "--lengths: '2' is no whole number from"),
+    (("needle", "--lengths", "9000000"), "'9000000' is no whole number from"),
+    (("select", "--rows", "3"), "--rows: '3' is no whole number from 16"),
+], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+def test_lab_refuses(monkeypatch, capsys, argv, words):
+    monkeypatch.setattr(sys, "argv", ["test_parity.py", *argv])
+    assert main() == 2
+    error = capsys.readouterr().err
+    assert words in error and error.startswith(argv[0] + ": ") and error.count("\n") == 1
+
+
+def test_lab_needs_a_tokenizer(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["test_parity.py", "copy", "--ckpt-path", fixture("bf16")])
+    assert main() == 2 and "has no tokenizer.json" in capsys.readouterr().err
+
+
+def test_planted_secrets_lie_where_they_say():
+    tokenizer = generate.load_tokenizer(BOX)
+    for before, after in ((0, 0), (0, 100), (70, 30)):
+        asked = planted(tokenizer, before, after, random.Random(before))
+        assert tokenizer.decode(asked.prompt[asked.first:asked.last + 1]).strip() == asked.secret
+        assert tokenizer.decode(asked.said[asked.lead:]).strip() == asked.secret
+        assert before / 2 <= asked.first <= before + 12 and asked.distance >= after / 2
+
+
+def test_first_wrong_token():
+    tokenizer = generate.load_tokenizer(BOX)
+    asked = planted(tokenizer, 0, 0, random.Random(0))
+    start = tokenizer.decode(asked.said[asked.lead:-1]).strip()
+    assert first_wrong(tokenizer, asked, f"It is {asked.secret}.") == 0
+    assert first_wrong(tokenizer, asked, f"It is {start}, I think.") == len(asked.said) - asked.lead
+    assert first_wrong(tokenizer, asked, "It is 42.") == 1
+
+
+def test_indexers_are_watched_where_they_are():
+    """What the recorder shows of positions 90 to 149, in chunks of 64, is what the reference has there."""
+    tokens, first = random_tokens(150), 90
+    engine, reference = load(fixture("bf16"), max_chunk=64), Reference(fixture("bf16"))
+    with watched_indexers(engine, first) as seen:
+        engine(tokens)
+    h, worst = reference.embed(tokens[0].numpy()), 0
+    for i in range(len(engine.layers)):
+        h, named = reference.block(i, h, tokens[0].numpy())
+        if i not in seen:
+            continue
+        assert len(seen[i].scores) == len(seen[i].chosen) == len(seen[i].q) == len(tokens[0]) - first
+        for p, (scores, chosen) in enumerate(zip(seen[i].scores, seen[i].chosen), first):
+            visible = (p + 1) // 4
+            worst = max(worst, relative_error(scores[:visible], named["attn.index_scores"][p, :visible]))
+            assert set(chosen.tolist()) - {-1} == set(np.flatnonzero(named["attn.topk"][p]).tolist())
+        keys = torch.cat(seen[i].keys)
+        worst = max(worst, relative_error(keys, named["attn.index_keys"]))
+        worst = max(worst, relative_error(torch.stack(seen[i].q), named["attn.index_q"][first:]))
+    proof("the lab's recorder of indexers", REFERENCE, "fp32", worst, EXACT, SHARED_BLIND)
+
+
+def test_copy_clears_the_box(capsys):
+    code, found = lab_result(capsys, "copy", "--samples", "4")
+    assert code == 0 and found["healthy"] and "no memory is lost" in found["verdict"]
+    assert found["beyond"] and all(row["reach"] > found["window"] for row in found["beyond"])
+    assert all(row["exact_match"] >= FINE for row in found["inside"] + found["beyond"])
+
+
+def planted_fault(monkeypatch, breaks: typing.Callable):
+    """Every model that is loaded from here on is broken: breaks(engine)."""
+    load_model = generate.load_model
+
+    def broken(*args, **kwargs):
+        engine, tokenizer = load_model(*args, **kwargs)
+        breaks(engine)
+        return engine, tokenizer
+    monkeypatch.setattr(generate, "load_model", broken)
+
+
+def without_rows(monkeypatch, far_only: bool):
+    """Attention leaves out compressed rows that were chosen: all, or those that lie before the window."""
+    now = types.SimpleNamespace()
+    forward, sparse_attn = model.Attention.forward, model.sparse_attn
+
+    def on_forward(attn, x, start_pos):
+        now.attn, now.start = attn, start_pos
+        return forward(attn, x, start_pos)
+
+    def on_attend(q, kv, sink, idxs, scale):
+        left_out = idxs >= now.attn.ring_size
+        if far_only:
+            p = now.start + torch.arange(q.size(1)).unsqueeze(1)
+            end = (idxs - now.attn.ring_size + 1) * now.attn.compress_ratio
+            left_out &= end <= p + 1 - now.attn.window_size
+        return sparse_attn(q, kv, sink, idxs.masked_fill(left_out, -1), scale)
+    monkeypatch.setattr(model.Attention, "forward", on_forward)
+    monkeypatch.setattr(model, "sparse_attn", on_attend)
+
+
+def test_copy_finds_a_memory_that_ends_with_the_window(monkeypatch, capsys):
+    without_rows(monkeypatch, far_only=True)
+    code, found = lab_result(capsys, "copy", "--samples", "3")
+    assert code == 1 and "Fine inside the window, lost beyond it" in found["verdict"]
+    assert found["inside"] and all(row["exact_match"] == 0 for row in found["beyond"])
+
+
+def test_copy_finds_a_model_that_copies_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(model, "sparse_attn", lambda q, *rest: torch.zeros_like(q))
+    code, found = lab_result(capsys, "copy", "--samples", "1")
+    assert code == 1 and "Look elsewhere first" in found["verdict"]
+
+
+NEEDLES = "needle", "--lengths", "512", "--depths", "0,30,60,90"
+
+
+def test_needle_clears_the_box(capsys):
+    code, found = lab_result(capsys, *NEEDLES)
+    assert code == 0 and found["healthy"] and len(found["cells"]) == 8
+    assert all(any(sight["chosen"] for sight in cell["layers"].values())
+               for cell in found["cells"] if cell["found"])
+
+
+def noisy_keys(compressor: model.Compressor, args, output):
+    """Hook: the index keys that were just written are noise."""
+    x, start_pos = args
+    written = compressor.kv_cache[:, start_pos // 4:(start_pos + x.size(1)) // 4]
+    written.copy_(torch.randn(written.shape, generator=generator(start_pos)))
+
+
+def share_chosen(cells: list[dict], layer: str) -> float:
+    return statistics.mean(cell["layers"][layer]["chosen"] for cell in cells)
+
+
+def test_needle_finds_noisy_index_keys(monkeypatch, capsys):
+    """In all indexed layers: lost, because not selected. In the last one: seen there, and not before."""
+    planted_fault(monkeypatch, lambda engine: [attn.indexer.compressor.register_forward_hook(noisy_keys)
+                                               for attn in attentions(engine, 4)])
+    code, found = lab_result(capsys, *NEEDLES)
+    assert code == 1 and "Not selected, above all in layer" in found["verdict"]
+    monkeypatch.undo()
+    planted_fault(monkeypatch, lambda engine: attentions(engine, 4)[-1].indexer.compressor
+                  .register_forward_hook(noisy_keys))
+    cells = lab_result(capsys, *NEEDLES)[1]["cells"]
+    first, *_, last = cells[0]["layers"]
+    assert share_chosen(cells, first) >= 0.8 and share_chosen(cells, last) <= 0.6
+
+
+def test_needle_finds_rows_that_are_chosen_and_not_attended(monkeypatch, capsys):
+    without_rows(monkeypatch, far_only=False)
+    code, found = lab_result(capsys, *NEEDLES)
+    assert code == 1 and share_chosen(found["cells"], next(iter(found["cells"][0]["layers"]))) >= 0.9
+    assert "Selected and not used" in found["verdict"] and not any(c["found"] for c in found["cells"])
+
+
+# From figures that are not this code's: of the exact choice fp4 shared .979, .900, .850 on Gaussian vectors.
+FP4_JACCARD = {600: 0.959, 2048: 0.818, 8192: 0.739}
+
+
+def test_select_clears_the_box(capsys):
+    code, found = lab_result(capsys, "select", "--rows", ",".join(map(str, FP4_JACCARD)))
+    assert code == 0 and found["healthy"] and "bit for bit" in found["verdict"]
+    lines = {(line["source"], line["rows"], line["format"]): line for line in found["selections"]}
+    for rows, jaccard in FP4_JACCARD.items():
+        assert lines["Gaussian", rows, "fp32"]["jaccard"] >= 0.999
+        assert abs(lines["Gaussian", rows, "fp4+H"]["jaccard"] - jaccard) < 0.03
+    assert any(line["source"] == "checkpoint" for line in found["selections"])
+
+
+def test_select_finds_a_wrong_scale(monkeypatch, capsys):
+    """fp4 scales 8 times too large leave a value or two: the choice collapses, the other formats stay."""
+    monkeypatch.setattr(kernel, "FP4_MAX", kernel.FP4_MAX / 8)
+    code, found = lab_result(capsys, "select", "--rows", "2048")
+    assert code == 1 and "fp4+H rounds" in found["verdict"] and "fp8 rounds" not in found["verdict"]
+    lines = {line["format"]: line for line in found["selections"] if line["source"] == "Gaussian"}
+    assert lines["fp4+H"]["jaccard"] < 0.6 and lines["fp8+H"]["jaccard"] > 0.9
+
+
+def test_select_finds_scores_without_relu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.Tensor, "relu_", lambda scores: scores)
+    code, found = lab_result(capsys, "select", "--rows", "2048")
+    assert code == 1 and "fp32, bf16, fp8, fp4 did not choose as float64" in found["verdict"]
+
+
+def test_select_finds_a_rotation_that_is_none(monkeypatch, capsys):
+    """It keeps no products: signs are lost. Codes and roundings stay as they must be."""
+    monkeypatch.setattr(model, "rotate_activation",
+                        lambda x: kernel.hadamard_transform(x, x.size(-1) ** -0.5).abs())
+    code, found = lab_result(capsys, "select", "--rows", "64")
+    assert code == 1 and "all choose as float64" in found["verdict"]
+    assert "every rounding is NumPy's" in found["verdict"]
+
+
+@pytest.mark.parametrize("tile", [model.INDEX_TILE, 1])
+def test_indexer_over_32768_rows(monkeypatch, tile):
+    """Five queries at the end of 131,072 tokens, 64 heads x 128, top 511, against float64. All numbers are
+    small whole ones, so scores are exact; each key is there twice, so the choice ends within a tie."""
+    monkeypatch.setattr(model, "INDEX_TILE", tile)
+    monkeypatch.setattr(kernel, "INDEX_TILE", 1 << 22)
+    rows, m, rng = 32768, 5, generator(0)
+    config = SMALL | {"index_n_heads": 64, "index_topk": 511}
+    indexer = model.Indexer(model.ModelArgs.from_config(config))
+    q, keys, weights = (torch.randint(-3, 4, shape, generator=rng).float()
+                        for shape in ((1, m, 64, 128), (rows // 2, 128), (1, m, 64)))
+    keys = keys.repeat(2, 1)[torch.randperm(rows, generator=rng)]
+    indexer.kv_cache, indexer.softmax_scale = keys[None], 1 / 8
+    indexer.wq_b.forward, indexer.weights_proj.forward = lambda qr: q.flatten(2).clone(), lambda x: weights
+    indexer.compressor.forward = lambda x, start_pos: None
+    start = 4 * rows - m
+    indexer.compressor.freqs_cis = torch.ones(4 * rows, 32, dtype=torch.complex64)      # rope leaves q alone
+    with model.run_mode(model.Mode(torch.float32, (), "ue8m0")):
+        chosen = indexer(torch.zeros(1, m, 256), torch.zeros(1, m, 128), start, 7)[0] - 7
+    visible = torch.tensor([[(p + 1) // 4] for p in range(start, start + m)])
+    exact = exact_scores(IndexCase(q[0], keys, weights[0] / 64, visible, 511, []))
+    for scores, own, seen in zip(exact, chosen.tolist(), visible):
+        best = np.sort(scores)[::-1][:511]
+        assert len(set(own)) == 511 and max(own) < int(seen)
+        assert np.array_equal(np.sort(scores[own])[::-1], best)
+        assert (scores == best[-1]).sum() > (best == best[-1]).sum()        # the tie that is cut
+    assert int(visible[0]) < rows == int(visible[-1])
 
 
 # ---- swap
