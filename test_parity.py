@@ -3,6 +3,8 @@
     pytest test_parity.py                              every proof
     python test_parity.py                              the same, then the parity table
     python test_parity.py traps                        which check catches which mistake
+    python test_parity.py copy, needle, select, arms, trace, swap, sharpen, audit, diff
+                                                       the lab: where does a port lose its memory? (--help)
     python test_parity.py bench                        speed beside transformers
     python test_parity.py sm120                        compiles the Triton kernels for sm_120, without a GPU
     python test_parity.py kernels                      on a GPU: checks and times them at Flash's shapes
@@ -55,7 +57,7 @@ import typing
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")         # read when torch is imported; see generate.py
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # by NumPy: beside another program its threads wait, too
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")      # the same for NumPy's threads
 
 import numpy as np
 import pytest
@@ -5493,6 +5495,21 @@ def svg_of(heats: typing.Sequence[Heat], cell: int = 36) -> str:
             f'font-family="sans-serif" font-size="12">{hatch}{"".join(parts)}</svg>\n')
 
 
+def lab_output(*argv) -> tuple[int, str, str]:
+    """For tests: a command as people run it -> exit code, what it prints, what it complains."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["test_parity.py", *map(str, argv)])
+        code = main()
+    return code, out.getvalue(), err.getvalue()
+
+
+def lab_result(*argv) -> tuple[int, dict]:
+    """For tests: exit code and figures of a command."""
+    code, out, _ = lab_output(*argv, "--json")
+    return code, json.loads(out)
+
+
 # ---- copy, needle, select: what the lab asks a model, and what its indexers did
 
 def whole_numbers(flag: str, text: typing.Optional[str], least: int, most: int, defaults=()) -> list[int]:
@@ -6006,14 +6023,6 @@ def select_verdict(codes: list[dict], found: list[dict]) -> tuple[str, bool]:
 
 # ---- do copy, needle and select find what is planted, and clear what is healthy?
 
-def lab_result(capsys, *argv: str) -> tuple[int, dict]:
-    """A lab command, run as people run it: exit code and figures."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sys, "argv", ["test_parity.py", *argv, "--json"])
-        code = main()
-    return code, json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("argv, words", [
     (("copy", "--distance", "58,x"), "--distance: 'x' is no whole number"),
     (("copy", "--distance", "1"), "--distance: '1' is no whole number from"),
@@ -6026,16 +6035,14 @@ def lab_result(capsys, *argv: str) -> tuple[int, dict]:
     (("needle", "--lengths", "9000000"), "'9000000' is no whole number from"),
     (("select", "--rows", "3"), "--rows: '3' is no whole number from 16"),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
-def test_lab_refuses(monkeypatch, capsys, argv, words):
-    monkeypatch.setattr(sys, "argv", ["test_parity.py", *argv])
-    assert main() == 2
-    error = capsys.readouterr().err
-    assert words in error and error.startswith(argv[0] + ": ") and error.count("\n") == 1
+def test_lab_refuses(argv, words):
+    code, _, error = lab_output(*argv)
+    assert code == 2 and words in error and error.startswith(argv[0] + ": ") and error.count("\n") == 1
 
 
-def test_lab_needs_a_tokenizer(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["test_parity.py", "copy", "--ckpt-path", fixture("bf16")])
-    assert main() == 2 and "has no tokenizer.json" in capsys.readouterr().err
+def test_lab_needs_a_tokenizer():
+    code, _, error = lab_output("copy", "--ckpt-path", fixture("bf16"))
+    assert code == 2 and "has no tokenizer.json" in error
 
 
 def test_planted_secrets_lie_where_they_say():
@@ -6078,8 +6085,8 @@ def test_indexers_are_watched_where_they_are():
     proof("the lab's recorder of indexers", REFERENCE, "fp32", worst, EXACT, SHARED_BLIND)
 
 
-def test_copy_clears_the_box(capsys):
-    code, found = lab_result(capsys, "copy", "--samples", "4")
+def test_copy_clears_the_box():
+    code, found = lab_result("copy", "--samples", "4")
     assert code == 0 and found["healthy"] and "no memory is lost" in found["verdict"]
     assert found["beyond"] and all(row["reach"] > found["window"] for row in found["beyond"])
     assert all(row["exact_match"] >= FINE for row in found["inside"] + found["beyond"])
@@ -6116,24 +6123,24 @@ def without_rows(monkeypatch, far_only: bool):
     monkeypatch.setattr(model, "sparse_attn", on_attend)
 
 
-def test_copy_finds_a_memory_that_ends_with_the_window(monkeypatch, capsys):
+def test_copy_finds_a_memory_that_ends_with_the_window(monkeypatch):
     without_rows(monkeypatch, far_only=True)
-    code, found = lab_result(capsys, "copy", "--samples", "3")
+    code, found = lab_result("copy", "--samples", "3")
     assert code == 1 and "Fine inside the window, lost beyond it" in found["verdict"]
     assert found["inside"] and all(row["exact_match"] == 0 for row in found["beyond"])
 
 
-def test_copy_finds_a_model_that_copies_nothing(monkeypatch, capsys):
+def test_copy_finds_a_model_that_copies_nothing(monkeypatch):
     monkeypatch.setattr(model, "sparse_attn", lambda q, *rest: torch.zeros_like(q))
-    code, found = lab_result(capsys, "copy", "--samples", "1")
+    code, found = lab_result("copy", "--samples", "1")
     assert code == 1 and "Look elsewhere first" in found["verdict"]
 
 
 NEEDLES = "needle", "--lengths", "512", "--depths", "0,30,60,90"
 
 
-def test_needle_clears_the_box(capsys):
-    code, found = lab_result(capsys, *NEEDLES)
+def test_needle_clears_the_box():
+    code, found = lab_result(*NEEDLES)
     assert code == 0 and found["healthy"] and len(found["cells"]) == 8
     assert all(any(sight["chosen"] for sight in cell["layers"].values())
                for cell in found["cells"] if cell["found"])
@@ -6150,23 +6157,23 @@ def share_chosen(cells: list[dict], layer: str) -> float:
     return statistics.mean(cell["layers"][layer]["chosen"] for cell in cells)
 
 
-def test_needle_finds_noisy_index_keys(monkeypatch, capsys):
+def test_needle_finds_noisy_index_keys(monkeypatch):
     """In all indexed layers: lost, because not selected. In the last one: seen there, and not before."""
     planted_fault(monkeypatch, lambda engine: [attn.indexer.compressor.register_forward_hook(noisy_keys)
                                                for attn in attentions(engine, 4)])
-    code, found = lab_result(capsys, *NEEDLES)
+    code, found = lab_result(*NEEDLES)
     assert code == 1 and "Not selected, above all in layer" in found["verdict"]
     monkeypatch.undo()
     planted_fault(monkeypatch, lambda engine: attentions(engine, 4)[-1].indexer.compressor
                   .register_forward_hook(noisy_keys))
-    cells = lab_result(capsys, *NEEDLES)[1]["cells"]
+    cells = lab_result(*NEEDLES)[1]["cells"]
     first, *_, last = cells[0]["layers"]
     assert share_chosen(cells, first) >= 0.8 and share_chosen(cells, last) <= 0.6
 
 
-def test_needle_finds_rows_that_are_chosen_and_not_attended(monkeypatch, capsys):
+def test_needle_finds_rows_that_are_chosen_and_not_attended(monkeypatch):
     without_rows(monkeypatch, far_only=False)
-    code, found = lab_result(capsys, *NEEDLES)
+    code, found = lab_result(*NEEDLES)
     assert code == 1 and share_chosen(found["cells"], next(iter(found["cells"][0]["layers"]))) >= 0.9
     assert "Selected and not used" in found["verdict"] and not any(c["found"] for c in found["cells"])
 
@@ -6175,8 +6182,8 @@ def test_needle_finds_rows_that_are_chosen_and_not_attended(monkeypatch, capsys)
 FP4_JACCARD = {600: 0.959, 2048: 0.818, 8192: 0.739}
 
 
-def test_select_clears_the_box(capsys):
-    code, found = lab_result(capsys, "select", "--rows", ",".join(map(str, FP4_JACCARD)))
+def test_select_clears_the_box():
+    code, found = lab_result("select", "--rows", ",".join(map(str, FP4_JACCARD)))
     assert code == 0 and found["healthy"] and "bit for bit" in found["verdict"]
     lines = {(line["source"], line["rows"], line["format"]): line for line in found["selections"]}
     for rows, jaccard in FP4_JACCARD.items():
@@ -6185,26 +6192,26 @@ def test_select_clears_the_box(capsys):
     assert any(line["source"] == "checkpoint" for line in found["selections"])
 
 
-def test_select_finds_a_wrong_scale(monkeypatch, capsys):
+def test_select_finds_a_wrong_scale(monkeypatch):
     """fp4 scales 8 times too large leave a value or two: the choice collapses, the other formats stay."""
     monkeypatch.setattr(kernel, "FP4_MAX", kernel.FP4_MAX / 8)
-    code, found = lab_result(capsys, "select", "--rows", "2048")
+    code, found = lab_result("select", "--rows", "2048")
     assert code == 1 and "fp4+H rounds" in found["verdict"] and "fp8 rounds" not in found["verdict"]
     lines = {line["format"]: line for line in found["selections"] if line["source"] == "Gaussian"}
     assert lines["fp4+H"]["jaccard"] < 0.6 and lines["fp8+H"]["jaccard"] > 0.9
 
 
-def test_select_finds_scores_without_relu(monkeypatch, capsys):
+def test_select_finds_scores_without_relu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "relu_", lambda scores: scores)
-    code, found = lab_result(capsys, "select", "--rows", "2048")
+    code, found = lab_result("select", "--rows", "2048")
     assert code == 1 and "fp32, bf16, fp8, fp4 did not choose as float64" in found["verdict"]
 
 
-def test_select_finds_a_rotation_that_is_none(monkeypatch, capsys):
+def test_select_finds_a_rotation_that_is_none(monkeypatch):
     """It keeps no products: signs are lost. Codes and roundings stay as they must be."""
     monkeypatch.setattr(model, "rotate_activation",
                         lambda x: kernel.hadamard_transform(x, x.size(-1) ** -0.5).abs())
-    code, found = lab_result(capsys, "select", "--rows", "64")
+    code, found = lab_result("select", "--rows", "64")
     assert code == 1 and "all choose as float64" in found["verdict"]
     assert "every rounding is NumPy's" in found["verdict"]
 
@@ -7044,17 +7051,6 @@ def diff(args: argparse.Namespace) -> Report:
 
 # ---- swap, audit, diff: proofs
 
-def lab_output(*argv) -> tuple[int, str, str]:
-    """A lab command as from the command line: exit code, output, errors."""
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(dest="command")
-    add_lab_parser(commands, argv[0], LAB[argv[0]])
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run_lab(parser.parse_args([str(arg) for arg in argv]))
-    return code, out.getvalue(), err.getvalue()
-
-
 # Layers 0, 4, 128 and an MTP block, of little else: swap runs the reference many times.
 LAB_SMALL = SMALL | {"num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0],
                      "n_routed_experts": 4}
@@ -7461,7 +7457,7 @@ def test_diff_finds_what_has_no_reason(tmp_path, file, before, after, symbol, ki
                for row in report.rows)
 
 
-def test_diff_reads_no_checkpoint(tmp_path, capsys):
+def test_diff_reads_no_checkpoint(tmp_path):
     """Our own files beside themselves are the same; --ckpt-path is not offered."""
     code, out, _ = lab_output("diff", "--vendor-dir", os.path.dirname(model.__file__), "--json")
     assert code == 0 and json.loads(out)["differences"] == [] and json.loads(out)["same"] > 300
@@ -7745,21 +7741,14 @@ def arms(args: argparse.Namespace) -> Report:
                         question, args.tokens)
 
 
-def lab_typed(monkeypatch, capsys, *argv: str) -> tuple[int, str, str]:
-    """A command line -> exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["test_parity.py", *map(str, argv)])
-    code = main()
-    return code, *capsys.readouterr()
-
-
 def few_arms(monkeypatch, *names: str):
     few = [arm for arm in ARMS if arm.name in (CONTROL, NO_COMPRESSED, *names)]
     monkeypatch.setattr(sys.modules[__name__], "ARMS", few)
 
 
-def test_arms_on_the_box(monkeypatch, capsys):
+def test_arms_on_the_box():
     """Healthy: nothing switched is bit-identical, every switch arrives, and the far rows carry the answer."""
-    code, out, _ = lab_typed(monkeypatch, capsys, "arms", "--json")
+    code, out, _ = lab_output("arms", "--json")
     report = json.loads(out)
     found = {row["arm"]: row for row in report["arms"]}
     assert code == 0 and report["healthy"] and report["code"] in report["text"], report["verdict"]
@@ -7771,26 +7760,26 @@ def test_arms_on_the_box(monkeypatch, capsys):
     assert found["FP8 of KV off"]["error_first"] > 0
 
 
-def test_arms_notice_a_switch_that_is_not_read(monkeypatch, capsys):
+def test_arms_notice_a_switch_that_is_not_read(monkeypatch):
     """Planted: an engine that rounds KV whatever its mode says; and a switch that does nothing."""
     few_arms(monkeypatch, "FP8 of KV off", "YaRN off")
     monkeypatch.setattr(model, "round_kv", lambda kv: model.act_quant(
         kv, 64, model.mode.scale_fmt, model.mode.scale_dtype, True))
-    code, out, _ = lab_typed(monkeypatch, capsys, "arms", "--tokens", 2)
+    code, out, _ = lab_output("arms", "--tokens", 2)
     assert code == 1 and "changes with FP8 of KV off: the engine does not read" in out
     assert out.count(UNREACHED) == 1
     monkeypatch.setattr(sys.modules[__name__], "ARMS", [
         arm._replace(switch=ARMS[0].switch) if arm.name == "YaRN off" else arm for arm in ARMS])
-    code, out, _ = lab_typed(monkeypatch, capsys, "arms", "--tokens", 2)
+    code, out, _ = lab_output("arms", "--tokens", 2)
     assert code == 1 and "changes with FP8 of KV off, YaRN off: the engine" in out
 
 
-def test_arms_notice_a_model_that_does_not_recall(monkeypatch, capsys):
+def test_arms_notice_a_model_that_does_not_recall(monkeypatch):
     """Planted: an indexer that chooses the rows of the lowest scores."""
     few_arms(monkeypatch)
     score = model.index_score
     monkeypatch.setattr(model, "index_score", lambda q, k, weights, visible: score(q, k, -weights, visible))
-    code, out, _ = lab_typed(monkeypatch, capsys, "arms")
+    code, out, _ = lab_output("arms")
     assert code == 1 and "does not recall it, with nothing switched" in out
 
 
@@ -7804,10 +7793,10 @@ def test_arms_say_when_a_prompt_tests_no_far_recall(monkeypatch):
 @pytest.mark.parametrize("argv, said", [
     (["--tokens", "0"], "--tokens is 0"), (["--prompt", ""], "--prompt is empty"),
     (["--ckpt-path", "FOLDER"], "no tokenizer.json"), (["--svg", "OUT"], "no heat map")])
-def test_arms_bad_input(monkeypatch, capsys, tmp_path, argv, said):
+def test_arms_bad_input(monkeypatch, tmp_path, argv, said):
     few_arms(monkeypatch)
     places = {"FOLDER": fixture("bf16"), "OUT": str(tmp_path / "out.svg")}
-    code, _, error = lab_typed(monkeypatch, capsys, "arms", *(places.get(word, word) for word in argv))
+    code, _, error = lab_output("arms", *(places.get(word, word) for word in argv))
     assert code == 2 and said in error and len(error.splitlines()) == 1
 
 
@@ -8185,13 +8174,13 @@ def box_trace() -> dict[str, torch.Tensor]:
     return trace_of(exact_box(), box_question())
 
 
-def test_trace_twice_is_the_same(monkeypatch, capsys, tmp_path):
+def test_trace_twice_is_the_same(tmp_path):
     """Healthy: what was written twice agrees in every bit, and is under the documented names."""
     a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     for path in (a, b):
-        code, out, _ = lab_typed(monkeypatch, capsys, "trace", path)
+        code, out, _ = lab_output("trace", path)
         assert code == 0 and str(path) in out
-    code, out, _ = lab_typed(monkeypatch, capsys, "trace", a, b, "--json")
+    code, out, _ = lab_output("trace", a, b, "--json")
     results = {row["name"]: row["result"] for row in json.loads(out)["tensors"]}
     assert code == 0 and set(results.values()) == {SAME}
     found, config = load_file(a), generate.config_of(BOX, None)
@@ -8278,7 +8267,7 @@ def test_trace_sets_and_near_ties():
     assert result([[0, 1], [0, 1]], [[0, 1], [0, -1]]).result == DIFFERS            # fewer are chosen
 
 
-def test_trace_that_does_not_fit(monkeypatch):
+def test_trace_that_does_not_fit():
     """Names on one side only are told; shapes, dtypes and NaN are differences; other tokens are refused."""
     ours = dict(box_trace())
     theirs = dict(ours) | {"model.layers.0.foo": torch.zeros(2)}
@@ -8300,12 +8289,12 @@ def test_trace_that_does_not_fit(monkeypatch):
     (["a", "b", "a"], "3 files"), (["a", "a", "--exact"], "leave --prompt and --exact out"),
     (["a", "absent"], "is not there"), (["a", "text"], "is no safetensors file"),
     (["a", "bare"], "has no tensor `tokens`"), (["a"], "is there already"), (["no/where"], "is no folder")])
-def test_trace_bad_input(monkeypatch, capsys, tmp_path, argv, said):
+def test_trace_bad_input(monkeypatch, tmp_path, argv, said):
     save_file({"tokens": torch.zeros(3, dtype=torch.int64)}, tmp_path / "a")
     save_file({"x": torch.zeros(3)}, tmp_path / "bare")
     (tmp_path / "text").write_text("no tensors")
     monkeypatch.chdir(tmp_path)
-    code, _, error = lab_typed(monkeypatch, capsys, "trace", *argv)
+    code, _, error = lab_output("trace", *argv)
     assert code == 2 and said in error and len(error.splitlines()) == 1
 
 
@@ -8556,9 +8545,9 @@ def test_sharpen_multiplies_the_logits(tmp_path):
     assert 1 / SHARPER < size < SHARPER
 
 
-def test_sharpen_clears_the_box(monkeypatch, capsys):
+def test_sharpen_clears_the_box():
     """Healthy, although end to end it is further off than the tolerance that convicts a layer."""
-    code, out, _ = lab_typed(monkeypatch, capsys, "sharpen", "--json")
+    code, out, _ = lab_output("sharpen", "--json")
     report = json.loads(out)
     assert code == 0 and report["healthy"] and report["verdict"].startswith("No bug."), report["verdict"]
     assert not any(row["unexplained"] for row in report["layers"])
@@ -8614,8 +8603,8 @@ def test_sharpen_by_hand():
 
 @pytest.mark.parametrize("argv, said", [(["--tokens", "0"], "--tokens is 0"),
                                         (["--ckpt-path", "/no/where"], "/no/where")])
-def test_sharpen_bad_input(monkeypatch, capsys, argv, said):
-    code, _, error = lab_typed(monkeypatch, capsys, "sharpen", *argv)
+def test_sharpen_bad_input(argv, said):
+    code, _, error = lab_output("sharpen", *argv)
     assert code == 2 and said in error and len(error.splitlines()) == 1
 
 
