@@ -5629,14 +5629,14 @@ DISTANCES = 24, 58, 128, 256, 495, 700, 1500
 
 
 @lab("copy", "does it copy a secret from inside the window, and from beyond?",
-     distance=dict(metavar="N,N", help="tokens from secret to answer (default: 24 to 1500, if trained)"),
+     distance=dict(metavar="N,N", help="tokens from secret to answer (default: 24 to 1500, as far as it reads)"),
      samples=dict(type=int, default=8, help="prompts for each distance (default: 8)"))
 def copy_report(args: argparse.Namespace) -> Report:
-    tokenizer, config, trained, longest = subject_of(args.ckpt_path)
+    tokenizer, config, _, longest = subject_of(args.ckpt_path)
     shortest = [planted(tokenizer, 0, 0, random.Random(seed)) for seed in range(8)]
     least = max(asked.distance for asked in shortest)
     most = longest + least - max(len(asked.prompt) for asked in shortest)
-    distances = whole_numbers("--distance", args.distance, least, most, [d for d in DISTANCES if d < trained])
+    distances = whole_numbers("--distance", args.distance, least, most, DISTANCES)
     prompts = {d: [planted(tokenizer, 0, d - least, random.Random(f"{d} {i}"))
                    for i in range(checked_samples(args.samples))] for d in distances}
     engine = lab_engine(args.ckpt_path, max(len(asked.prompt) for row in prompts.values() for asked in row))
@@ -7643,18 +7643,25 @@ def nothing_changed(a: Pass, b: Pass) -> bool:
     return same and a.launches == b.launches
 
 
+@contextlib.contextmanager
+def switched(arm: Arm, engine):
+    """The engine with one thing switched, its caches empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        model.get_compress_topk_idxs.cache_clear()      # it would answer with what was visible before
+        arm.switch(engine, patch)
+        engine.reset_caches(engine.embed.weight.device)     # also decides which path the experts take
+        yield
+    model.get_compress_topk_idxs.cache_clear()
+
+
 def run_arm(arm: Arm, engine, question: Question, answer: list[int], baseline: Pass) -> dict:
     """One arm beside the baseline: its effect, the first token that changes, and errors of the logits."""
     tokens = len(question.ids) + len(answer) - 1
     idle = arm.idle(engine, tokens)
     if idle and arm.name != CONTROL:
         return {"arm": arm.name, "effect": IDLE, "why": idle}
-    with pytest.MonkeyPatch.context() as patch:
-        model.get_compress_topk_idxs.cache_clear()      # it would answer with what was visible before
-        arm.switch(engine, patch)
-        engine.reset_caches(engine.embed.weight.device)     # also decides which path the experts take
+    with switched(arm, engine):
         found = run_answer(engine, question.ids, answer)
-    model.get_compress_topk_idxs.cache_clear()
     errors = [relative_error(a, b) for a, b in zip(found.logits, baseline.logits)]
     choices = found.logits.argmax(dim=-1).tolist()
     first = next((i for i, token in enumerate(answer) if choices[i] != token), None)
