@@ -4435,18 +4435,23 @@ def test_the_box_against_the_reference():
 
 # ---- what the box can do: its tasks, with words and phrasings of their own
 
-# The cells of `python test_parity.py box`: (goal of the share that is correct, floor that the test asserts).
+# The cells of `python test_parity.py box`: (goal of the share that is correct, floor that a test asserts).
+# The tests take some cells of each task, for time; None: the command alone measures it.
 BOX_GOALS = {
-    **{f"fact from {distance} tokens back": (0.95, 0.6) for distance in (24, 58, 128, 256, 495, 700)},
-    "fact from 1500 tokens back": (0.95, 0.5),
-    "fact, asked a turn later": (0.95, 0.5), "fact among 4": (0.95, 0.5), "fact among 8": (0.85, 0.4),
-    "order: first to third": (0.8, 0.0), "order: right after": (0.8, 0.0),
-    **{f"tools: 1 of {n}": (0.9, 0.0) for n in (1, 2, 3, 4)},
-    **{f"tools: 1 of {n}, thinking": (0.9, 0.0) for n in (1, 2, 3, 4)},
-    "tools: unseen names": (0.8, 0.0), "tools: unseen names and phrasings": (0.8, 0.0),
-    "tool result: an object": (0.95, 0.0), "tool result: text": (0.95, 0.0),
-    "small talk": (0.9, 0.0), "anything else": (0.9, 0.0),
-    "thinking: facts": (0.95, 0.0), "thinking: small talk": (0.9, 0.0),
+    "fact from 24 tokens back": (0.95, 0.5), "fact from 58 tokens back": (0.95, None),
+    "fact from 128 tokens back": (0.95, None), "fact from 256 tokens back": (0.95, 0.5),
+    "fact from 495 tokens back": (0.95, None), "fact from 700 tokens back": (0.95, 0.5),
+    "fact from 1500 tokens back": (0.95, None), "fact, asked a turn later": (0.95, 0.5),
+    "fact among 4": (0.95, 0.5), "fact among 8": (0.85, 0.3),
+    "order: first to third": (0.8, 0.3), "order: right after": (0.8, 0.3),
+    "tools: 1 of 1": (0.9, 0.5), "tools: 1 of 2": (0.9, None), "tools: 1 of 3": (0.9, None),
+    "tools: 1 of 4": (0.9, 0.5), "tools: 1 of 1, thinking": (0.9, None),
+    "tools: 1 of 2, thinking": (0.9, None), "tools: 1 of 3, thinking": (0.9, None),
+    "tools: 1 of 4, thinking": (0.9, 0.5), "tools: unseen names": (0.8, 0.3),
+    "tools: unseen names and phrasings": (0.8, 0.1),
+    "tool result: an object": (0.95, 0.5), "tool result: text": (0.95, 0.5),
+    "small talk": (0.9, 0.5), "anything else": (0.9, 0.5),
+    "thinking: facts": (0.95, 0.5), "thinking: small talk": (0.9, None),
 }
 BOX_WELL_FORMED = {"tools": 1.0, "thinking": 0.98}      # goals of what parses, by a cell's first word
 BOX_RIGHT_TOOL = 0.97
@@ -4484,7 +4489,7 @@ BOX_FILLER = [
 BOX_FILLER_WORDS = {
     "{noun}": ("bicycle curtain cabbage tractor barn puddle pavement sandwich statue cushion sweater balcony "
                "poster shelf").split(),
-    "{adjective}": "muddy striped wobbly modest damp pale sturdy cheap odd plain".split()}
+    "{adjective}": "muddy striped wobbly modest damp pale sturdy cheap dull plain".split()}
 
 
 class BoxTrial(typing.NamedTuple):
@@ -4537,11 +4542,14 @@ def ends_with(item: str) -> typing.Callable[[dict], tuple[None, bool]]:
     return lambda message: (None, bool(form.search(message["content"].strip())))
 
 
-def contains(pattern: str, spared: str = "only know") -> typing.Callable[[dict], tuple[None, bool]]:
-    """A judge: one of the pattern's alternatives stands in the answer as a whole word, `spared` doesn't."""
-    form = re.compile(rf"(?<![\w.])(?:{pattern})(?![\w]|\.\d)", re.IGNORECASE)
-    return lambda message: (None, bool(form.search(message["content"]))
-                            and not (spared and spared in message["content"]))
+def contains(*patterns: str, spared: str = "only know") -> typing.Callable[[dict], tuple[None, bool]]:
+    """A judge: one alternative of each pattern stands in the answer, as a whole word; `spared` does not."""
+    forms = [re.compile(rf"(?<![\w.])(?:{pattern})(?!\w|\.\d)", re.IGNORECASE) for pattern in patterns]
+
+    def judge(message: dict) -> tuple[None, bool]:
+        refused = bool(spared) and spared in message["content"]
+        return None, not refused and all(form.search(message["content"]) for form in forms)
+    return judge
 
 
 def fact_trial(rng: random.Random, tokenizer, distance: int, mode: str = "chat") -> BoxTrial:
@@ -4731,13 +4739,14 @@ BOX_RESULT_TEXTS = ["{value}", "It says {value}.", "The result is {value}.", "Fo
 
 
 def result_trial(rng: random.Random, tokenizer, as_object: bool) -> BoxTrial:
-    """A call and its result: an object of one or two keys, of which the first counts, or a text."""
+    """A call and its result: an object of one or two keys, whose values the answer must hold, or a text."""
     tool, values = box_call(rng, tokenizer, BOX_TOOLS, rng.randrange(3))
     others = rng.sample([other for other in BOX_TOOLS if other is not tool], rng.randrange(3))
-    found = [rng.choice([rng.randrange(2, 999), rng.choice(short_words(tokenizer, BOX_NOUNS))]) for _ in "ab"]
-    keys = rng.sample(BOX_RESULTS, rng.choice([1, 2]))
-    result = (json.dumps(dict(zip(keys, found))) if as_object else
-              rng.choice(BOX_RESULT_TEXTS).format(value=found[0]))
+    keys = rng.sample(BOX_RESULTS, rng.choice([1, 2]) if as_object else 1)
+    found = {key: rng.choice([rng.randrange(2, 999), rng.choice(short_words(tokenizer, BOX_NOUNS))])
+             for key in keys}
+    result = (json.dumps(found) if as_object else
+              rng.choice(BOX_RESULT_TEXTS).format(value=found[keys[0]]))
     request = box_request(rng, tool, values, rng.choice([list(tool.requests), BOX_PLAIN_REQUESTS]))
     call = {"id": "call_0", "type": "function", "function": {"name": tool.name,
                                                             "arguments": json.dumps(values)}}
@@ -4745,7 +4754,8 @@ def result_trial(rng: random.Random, tokenizer, as_object: bool) -> BoxTrial:
                 {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": "call_0", "content": result}]
     offered = [t.declared() for t in [tool, *others]]
-    return BoxTrial(generate.with_tools(messages, offered), contains(re.escape(str(found[0]))))
+    judge = contains(*(re.escape(str(value)) for value in found.values()))
+    return BoxTrial(generate.with_tools(messages, offered), judge)
 
 
 NUMBER_WORDS = dict(enumerate("zero one two three four five six seven eight nine ten eleven twelve".split()))
@@ -4760,7 +4770,6 @@ def number_form(n: int) -> str:
 def box_small_talk(config: dict) -> list[tuple[str, list[str]]]:
     """(what a right answer contains, three ways to ask). Numbers are those of the checkpoint's config."""
     number = {key: number_form(value) for key, value in config.items() if type(value) is int}
-    vocabulary = "|".join([number["vocab_size"], r"\d,?\d{3}"])
     return [
         ("plain v4|tiny|small|model|engine", ["Who are you?", "What are you called?", "Introduce yourself."]),
         ("facts?|tools?|repeat|remember|recall|copy|find|answer",
@@ -4802,9 +4811,9 @@ def box_small_talk(config: dict) -> list[tuple[str, list[str]]]:
          ["What are compressed rows?", "What is a compressed row?", "Explain the compressed rows."]),
         ("tokens?|tables?|ids?|experts?|hash\\w*", ["What is a hash layer?", "What does the hash layer do?",
                                                     "How does your hash layer choose?"]),
-        ("bytes?|bpe|tokens?|" + vocabulary, ["What tokenizer do you use?", "What is your tokenizer?",
+        ("bytes?|bpe|" + number["vocab_size"], ["What tokenizer do you use?", "What is your tokenizer?",
                                               "Tell me about the tokenizer."]),
-        (vocabulary, ["How large is your vocabulary?", "How many tokens are in your vocabulary?",
+        (number["vocab_size"], ["How large is your vocabulary?", "How many tokens are in your vocabulary?",
                       "What is your vocabulary size?"]),
         ("train\\w*|scripts?|scratch|plain v4|made|authors?|project|built",
          ["Who made you?", "Who created you?", "Where do you come from?"]),
@@ -4843,7 +4852,7 @@ def talk_trial(questions: list[tuple[str, list[str]]], i: int, mode: str = "chat
     pattern, ways = questions[i % len(questions)]
     spared = "" if "only know" in pattern else "only know"
     return BoxTrial([{"role": "user", "content": ways[i // len(questions) % len(ways)]}],
-                    contains(pattern, spared), mode, 64 if mode == "chat" else 112)
+                    contains(pattern, spared=spared), mode, 64 if mode == "chat" else 112)
 
 
 def box_trial(task: str, i: int, tokenizer, config: dict) -> typing.Optional[BoxTrial]:
@@ -4916,7 +4925,8 @@ def box_score(engine, tokenizer, config: dict, task: str, samples: int) -> BoxSc
         answered = message["tool_calls"] if tool is not None else message["content"].strip()
         well += bool(message["error"] is None and thought and answered)
         tools += [tool] if tool is not None else []
-        correct += right and message["error"] is None
+        right = right and message["error"] is None
+        correct += right
         if not right:
             missed.append((trial.messages[-1]["content"][-200:], said))
     n = len(trials)
@@ -5007,7 +5017,7 @@ def whole_box() -> tuple:
     return *box_engine(BOX), generate.config_of(BOX, None)
 
 
-@pytest.mark.parametrize("task", BOX_GOALS)
+@pytest.mark.parametrize("task", [task for task, (_, floor) in BOX_GOALS.items() if floor is not None])
 def test_the_box_does(task):
     """Some trials of each cell; `python test_parity.py box --samples 100` has the figures."""
     score = box_score(*whole_box(), task, 6)
@@ -5018,8 +5028,8 @@ def test_the_box_does(task):
 def test_the_box_without_its_rows(name):
     """What is far is lost with the compressed rows: they carry it, and nothing else does."""
     config = generate.config_of(BOX, None)
-    tasks = ["fact from 128 tokens back", "fact from 256 tokens back"]
-    shares = box_broken(BOX, config, box_breaks(config)[name], tasks, 16)
+    tasks = ["fact from 256 tokens back", "fact from 700 tokens back"]
+    shares = box_broken(BOX, config, box_breaks(config)[name], tasks, 6)
     assert max(shares) <= BOX_LOST
 
 
