@@ -4821,10 +4821,10 @@ def box_small_talk(config: dict) -> list[tuple[str, list[str]]]:
          ["Where do you run?", "What hardware do you need?", "What do you run on?"]),
         ("no|not|same|like|tiny|small|architecture", ["Are you DeepSeek?", "Are you the real DeepSeek-V4?",
                                                       "So you are DeepSeek, right?"]),
-        ("yes|tools?|can", ["Can you call tools?", "Do you know how to use tools?",
-                            "Are you able to call a tool?"]),
-        ("yes|think\\w*|can", ["Can you think?", "Do you think before you answer?",
-                               "Is there a thinking mode?"]),
+        ("yes|i can|i call|i do", ["Can you call tools?", "Do you know how to use tools?",
+                                   "Are you able to call a tool?"]),
+        ("yes|i can|i think|i do", ["Can you think?", "Do you think before you answer?",
+                                    "Is there a thinking mode?"]),
         ("hello|hi|hey|welcome", ["Hello!", "Hi there!", "Hello, engine."]),
         ("morning|hello|hi", ["Good morning!", "Good morning to you.", "Morning!"]),
         ("well|fine|good|great|ready|happy|thanks?", ["How are you?", "How are you doing?",
@@ -4911,7 +4911,10 @@ def box_answers(engine, tokenizer, trials: list[BoxTrial]) -> list[tuple[dict, s
         for i, tokens in zip(batch, generate.generate(engine, [prompts[i] for i in batch], limit, eos, 0)):
             text = TokenText(tokenizer)
             said = "".join(map(text.push, tokens[:-1]))
-            answers[i] = parse_message_from_completion_text(said + generate.eos_token, trials[i].mode), said
+            message = parse_message_from_completion_text(said + generate.eos_token, trials[i].mode)
+            if len(tokens) > limit:
+                message["error"] = message["error"] or "the answer has no end"
+            answers[i] = message, said
     return [answers[i] for i in range(len(trials))]
 
 
