@@ -4492,6 +4492,645 @@ def test_the_box_against_the_reference():
     proof("the checkpoint in the box", REFERENCE, "fp32", error, 5 * EXACT, SHARED_BLIND)
 
 
+# ---- what the box can do: its tasks, with words and phrasings of their own
+
+# The cells of `python test_parity.py box`: (goal of the share that is correct, floor that a test asserts).
+# The tests take some cells of each task, for time; None: the command alone measures it.
+BOX_GOALS = {
+    "fact from 24 tokens back": (0.95, 0.5), "fact from 58 tokens back": (0.95, None),
+    "fact from 128 tokens back": (0.95, None), "fact from 256 tokens back": (0.95, 0.5),
+    "fact from 495 tokens back": (0.95, None), "fact from 700 tokens back": (0.95, 0.5),
+    "fact from 1500 tokens back": (0.95, None), "fact, asked a turn later": (0.95, 0.5),
+    "fact among 4": (0.95, 0.5), "fact among 8": (0.85, 0.3),
+    "order: first to third": (0.8, 0.3), "order: right after": (0.8, 0.3),
+    "tools: 1 of 1": (0.9, 0.5), "tools: 1 of 2": (0.9, None), "tools: 1 of 3": (0.9, None),
+    "tools: 1 of 4": (0.9, 0.5), "tools: 1 of 1, thinking": (0.9, None),
+    "tools: 1 of 2, thinking": (0.9, None), "tools: 1 of 3, thinking": (0.9, None),
+    "tools: 1 of 4, thinking": (0.9, 0.5), "tools: unseen names": (0.8, 0.3),
+    "tools: unseen names and phrasings": (0.8, 0.1),
+    "tool result: an object": (0.95, 0.5), "tool result: text": (0.95, 0.5),
+    "small talk": (0.9, 0.5), "anything else": (0.9, 0.5),
+    "thinking: facts": (0.95, 0.5), "thinking: small talk": (0.9, None),
+}
+BOX_WELL_FORMED = {"tools": 1.0, "thinking": 0.98}      # goals of what parses, by a cell's first word
+BOX_RIGHT_TOOL = 0.97
+BOX_LOST = 0.05
+BOX_BATCH = 16
+
+BOX_NOUNS = ("cloud pearl coral maple cedar lion turtle blanket pillow honey bench wheel fence tower hill "
+             "lake wolf bear goose camel plum peach melon olive clover hat shoe coat plate fork cup lamp "
+             "chair desk carpet comb soap towel rope nail wood paper ink chalk tent torch flag kite ball "
+             "doll ocean zebra violin mountain planet bottle needle pepper silver letter").split()
+BOX_ADJECTIVES = ("red green white grey tall round soft hard sour slow cold wet dry thin late early new "
+                  "old loud brave rich kind busy calm hidden empty ancient").split()
+BOX_OWNERS = "Mara Tim Nora Simon Karl Oscar Emma Peter Martin Rita Lucy Ben Lena Tom Anna Otto".split()
+BOX_SYLLABLES = "ba do fe gi ko lu me ni po ra su ti vo ze mi ta".split()
+BOX_LABELS = ["passphrase", "door code", "locker number", "secret word", "password", "room number",
+              "gate code", "cabin key", "safe number", "login word", "garage code", "ticket number"]
+BOX_OWNED = ["code", "room", "seat", "badge", "password"]
+BOX_STATEMENTS = [
+    "The {label} is {secret}.", "Please keep in mind: the {label} is {secret}.",
+    "They told me that the {label} is {secret}.", "From today the {label} is {secret}.",
+    "Before I forget, the {label} is {secret}.", "For later use, the {label} is {secret}.",
+    "I wrote down that the {label} is {secret}.", "And you should know: the {label} is {secret}."]
+BOX_QUESTIONS = [
+    "What is the {label}?", "Tell me the {label}.", "So what was the {label} again?",
+    "I need the {label} now.", "Can you repeat the {label}?", "Which {label} did I give you?",
+    "And the {label}?", "Please say the {label}."]
+BOX_FILLER = [
+    "It rained.", "Nobody minds.", "The soup was {adjective}.", "We had a {adjective} day at the market.",
+    "Her brother owns a {adjective} {noun}.", "A {noun} hung above the stairs.",
+    "Every {noun} in that shop is {adjective}.", "They sold the {noun} and bought a {adjective} {noun}.",
+    "Most visitors walk past the {noun} without a word.",
+    "Later a {adjective} {noun} rolled down the road.",
+    "In spring the {noun} looks {adjective} from the train.",
+    "My aunt keeps her {noun} next to the {adjective} {noun} in the kitchen."]
+BOX_FILLER_WORDS = {
+    "{noun}": ("bicycle curtain cabbage tractor barn puddle pavement sandwich statue cushion sweater balcony "
+               "poster shelf").split(),
+    "{adjective}": "muddy striped wobbly modest damp pale sturdy cheap dull plain".split()}
+
+
+class BoxTrial(typing.NamedTuple):
+    """A conversation, and the judge of its answer: message -> (right tool or None, correct)."""
+    messages: list[dict]
+    judge: typing.Callable[[dict], tuple[typing.Optional[bool], bool]]
+    mode: str = "chat"
+    max_new_tokens: int = 48
+
+
+def box_encoding(tokenizer, messages: list[dict], mode: str = "chat"):
+    """The prompt as text and as the tokenizer's encoding of it, which knows each token's place."""
+    prompt = str(encode_messages(messages, mode))
+    return prompt, tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def short_words(tokenizer, words: list[str], most: int = 3) -> list[str]:
+    """Those that the tokenizer cuts into few pieces: a rare word is a task of its own."""
+    return [word for word in words if len(tokenizer.encode(" " + word).ids) <= most]
+
+
+def box_fill(template: str, rng: random.Random) -> str:
+    return re.sub(r"\{\w+\}", lambda place: rng.choice(BOX_FILLER_WORDS[place[0]]), template)
+
+
+def box_secret(rng: random.Random, tokenizer) -> str:
+    """One to three words, a made-up word, a number of 2 to 6 digits, or a code like K7-QX."""
+    nouns = short_words(tokenizer, BOX_NOUNS)
+    kind = rng.choice(["one", "two", "three", "made up", "number", "code"])
+    if kind == "made up":
+        return "".join(rng.sample(BOX_SYLLABLES, rng.choice([2, 3])))
+    if kind == "number":
+        digits = rng.choice([2, 3, 4, 5, 6])
+        return str(rng.randrange(10 ** (digits - 1), 10 ** digits))
+    if kind == "code":
+        a, b, c = rng.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", 3)
+        return f"{a}{rng.randrange(10)}-{b}{c}"
+    adjectives = rng.sample(short_words(tokenizer, BOX_ADJECTIVES), 2)
+    return " ".join({"one": [], "two": adjectives[:1], "three": adjectives}[kind] + [rng.choice(nouns)])
+
+
+def box_label(rng: random.Random) -> str:
+    owned = f"{rng.choice(BOX_OWNED)} for {rng.choice(BOX_OWNERS)}"
+    return rng.choice([rng.choice(BOX_LABELS), owned])
+
+
+def ends_with(item: str) -> typing.Callable[[dict], tuple[None, bool]]:
+    """A judge: the answer ends with the item alone, in its case; nothing stands between the verb and it."""
+    form = re.compile(rf"""(?:^|\b(?:is|was|are|came|comes)|:)\s*["'*]*{re.escape(item)}["'*]*[.!]?$""")
+    return lambda message: (None, bool(form.search(message["content"].strip())))
+
+
+def contains(*patterns: str, spared: str = "only know") -> typing.Callable[[dict], tuple[None, bool]]:
+    """A judge: one alternative of each pattern stands in the answer, as a whole word; `spared` does not."""
+    forms = [re.compile(rf"(?<![\w.])(?:{pattern})(?!\w|\.\d)", re.IGNORECASE) for pattern in patterns]
+
+    def judge(message: dict) -> tuple[None, bool]:
+        refused = bool(spared) and spared in message["content"]
+        return None, not refused and all(form.search(message["content"]) for form in forms)
+    return judge
+
+
+def fact_trial(rng: random.Random, tokenizer, distance: int, mode: str = "chat") -> BoxTrial:
+    """One fact. Its distance is the number of tokens from the last one of the secret to the last one of the
+    prompt; filler brings it as near below `distance` as the shortest sentence allows."""
+    secret, label = box_secret(rng, tokenizer), box_label(rng)
+    fact = rng.choice(BOX_STATEMENTS).format(label=label, secret=secret)
+    before = [box_fill(rng.choice(BOX_FILLER), rng) for _ in range(rng.randrange(4))]
+    question = rng.choice(BOX_QUESTIONS).format(label=label)
+    after: list[str] = []
+
+    def built() -> tuple[list[dict], int]:
+        text = " ".join([*before, fact, *after]) + "\n" + question
+        prompt, encoding = box_encoding(tokenizer, [{"role": "user", "content": text}], mode)
+        end = prompt.index(fact) + fact.index(secret) + len(secret)
+        return [{"role": "user", "content": text}], len(encoding.ids) - 1 - encoding.char_to_token(end - 1)
+
+    while (left := distance - built()[1]) > 0:
+        choice = [box_fill(template, rng) for template in BOX_FILLER]
+        fitting = [s for s in choice if len(tokenizer.encode(" " + s).ids) <= left]
+        if not fitting:
+            break
+        after.append(rng.choice(fitting) if left > 40 else max(fitting, key=len))
+    return BoxTrial(built()[0], ends_with(secret), mode, 48 if mode == "chat" else 96)
+
+
+def later_turn_trial(rng: random.Random, tokenizer) -> BoxTrial:
+    """The fact comes in a turn of its own, then some 200 tokens of talk, then the question."""
+    secret, label = box_secret(rng, tokenizer), box_label(rng)
+    filler = " ".join(box_fill(rng.choice(BOX_FILLER), rng) for _ in range(14))
+    turns = [rng.choice(BOX_STATEMENTS).format(label=label, secret=secret), "Okay.", filler, "Okay.",
+             rng.choice(BOX_QUESTIONS).format(label=label)]
+    roles = itertools.cycle(["user", "assistant"])
+    return BoxTrial([{"role": role, "content": text} for role, text in zip(roles, turns)], ends_with(secret))
+
+
+def among_trial(rng: random.Random, tokenizer, n: int) -> BoxTrial:
+    """One of n facts in some 400 tokens: owners of one kind of thing, or unlike labels."""
+    owned = rng.choice(BOX_OWNED)
+    labels = rng.sample(rng.choice([BOX_LABELS, [f"{owned} for {who}" for who in BOX_OWNERS]]), n)
+    secrets: list[str] = []
+    while len(secrets) < n:
+        secret = box_secret(rng, tokenizer)
+        if not any(secret in other or other in secret for other in secrets):
+            secrets.append(secret)
+    parts = [rng.choice(BOX_STATEMENTS).format(label=label, secret=secret)
+             for label, secret in zip(labels, secrets)]
+    while len(tokenizer.encode(" ".join(parts)).ids) < 380:
+        parts.insert(rng.randrange(len(parts) + 1), box_fill(rng.choice(BOX_FILLER), rng))
+    asked = rng.randrange(n)
+    text = " ".join(parts) + "\n" + rng.choice(BOX_QUESTIONS).format(label=labels[asked])
+    return BoxTrial([{"role": "user", "content": text}], ends_with(secrets[asked]))
+
+
+BOX_LISTS = [
+    "We passed {a}, {list} and {z}, in this order.", "The list goes {a}, {list}, {z}.",
+    "First came {a}, then {list}, and at last {z}.", "On the shelf from left to right: {a}, {list}, {z}.",
+    "My stops are {a}, {list} and {z}."]
+BOX_PLACES = ["Which was {place}?", "Which one came {place}?", "What was the {place} thing?",
+              "Tell me the {place} one."]
+BOX_NEXT = ["What came right after {item}?", "Which one followed {item}?", "What is right after {item}?"]
+
+
+def order_trial(rng: random.Random, tokenizer, after: bool) -> BoxTrial:
+    """3 to 5 things in order: which was first, second or third; or what came right after another."""
+    things = rng.sample(short_words(tokenizer, BOX_NOUNS), rng.choice([3, 4, 5]))
+    listed = rng.choice(BOX_LISTS).format(a=things[0], list=", ".join(things[1:-1]), z=things[-1])
+    talk = " ".join([listed, *(box_fill(rng.choice(BOX_FILLER), rng) for _ in range(rng.randrange(4)))])
+    i = rng.randrange(len(things) - 1) if after else rng.randrange(3)
+    question = (rng.choice(BOX_NEXT).format(item=things[i]) if after else
+                rng.choice(BOX_PLACES).format(place=["first", "second", "third"][i]))
+    return BoxTrial([{"role": "user", "content": f"{talk}\n{question}"}], ends_with(things[i + after]))
+
+
+class BoxTool(typing.NamedTuple):
+    """A function: its parameters (name -> type), and requests as people speak them."""
+    name: str
+    description: str
+    parameters: dict[str, str]
+    requests: tuple[str, ...] = ()
+
+    def declared(self) -> dict:
+        properties = {key: {"type": kind} for key, kind in self.parameters.items()}
+        parameters = {"type": "object", "properties": properties, "required": list(properties)}
+        return {"type": "function", "function": {"name": self.name, "description": self.description,
+                                                 "parameters": parameters}}
+
+
+def box_tool(name: str, description: str, /, *requests: str, **parameters: str) -> BoxTool:
+    return BoxTool(name, description, parameters, requests)
+
+
+STR, INT = "string", "integer"
+BOX_TOOLS = [
+    box_tool("get_weather", "Get the weather of a city.", "What is the weather in {city}?",
+             "How is the weather in {city} today?", city=STR),
+    box_tool("get_time", "Get the local time of a city.", "What time is it in {city}?",
+             "Tell me the time in {city}.", city=STR),
+    box_tool("search", "Search the web.", "Search for {query}.", "Please search the web for {query}.",
+             query=STR),
+    box_tool("play_music", "Play a song.", "Play the song {song}.", "I want to hear music: play {song}.",
+             song=STR),
+    box_tool("set_timer", "Start a timer.", "Set a timer for {minutes} minutes.",
+             "Start a timer of {minutes} minutes, please.", minutes=INT),
+    box_tool("roll_dice", "Roll a die.", "Roll a die with {sides} sides.", "Roll the dice, {sides} sides.",
+             sides=INT),
+    box_tool("set_volume", "Set the volume.", "Set the volume to {level}.", "Volume {level}, please.",
+             level=INT),
+    box_tool("translate", "Translate a text.", "Translate {text} to {language}.",
+             "Translate the text {text} into {language}, please.", text=STR, language=STR),
+    box_tool("send_email", "Send an email.", "Send an email to {to} with the subject {subject}.",
+             "Email {to}, subject {subject}.", to=STR, subject=STR),
+    box_tool("convert_currency", "Convert an amount of money.", "Convert {amount} to {currency}.",
+             "Convert an amount of {amount} to the currency {currency}.", amount=INT, currency=STR),
+    box_tool("book_room", "Book a hotel room.", "Book a room in {city} for {nights} nights.",
+             "I need a room, city {city}, nights {nights}.", city=STR, nights=INT),
+]
+BOX_STRANGE_TOOLS = [
+    box_tool("polish_lamp", "Polishes a lamp.", color=STR),
+    box_tool("hide_coin", "Hides a coin.", place=STR),
+    box_tool("print_poster", "Prints a poster.", title=STR),
+    box_tool("open_valve", "Opens a valve.", name=STR), box_tool("ring_bell", "Rings the bell.", times=INT),
+    box_tool("feed_goose", "Feeds the goose.", grams=INT),
+    box_tool("count_sheep", "Counts sheep.", limit=INT),
+    box_tool("water_field", "Waters the field.", hours=INT),
+    box_tool("rent_boat", "Rents a boat.", lake=STR, hours=INT),
+    box_tool("brew_tea", "Brews tea.", taste=STR, cups=INT),
+    box_tool("paint_fence", "Paints a fence.", color=STR, meters=INT),
+    box_tool("lend_ladder", "Lends a ladder.", person=STR, days=INT),
+    box_tool("plant_seed", "Plants a seed.", garden=STR, row=INT, name=STR),
+    box_tool("mail_parcel", "Mails a parcel.", street=STR, weight=INT)]
+BOX_VALUES = {"city": "Oslo Rome Paris Berlin Lima Cairo Madrid Bern".split(),
+              "language": "French German Italian Spanish Latin".split(),
+              "currency": "euro dollar yen franc".split(), "lake": "Como Garda Onega".split(),
+              "to": BOX_OWNERS, "person": BOX_OWNERS, "color": "red green white grey".split()}
+BOX_PLAIN_REQUESTS = ["Use {tool}: {pairs}.", "Call {tool} with {pairs}.", "Please use {tool} with {pairs}."]
+BOX_STRANGE_REQUESTS = [
+    "It is time for {tool}; let {bes}.", "I would like {tool} to run, {bes}.",
+    "Go ahead and {words} ({pairs}).", "We have to {words} today, so take {pairs}.",
+    "Would you {words} for us? Settings: {pairs}."]
+
+
+def box_call(rng: random.Random, tokenizer, tools: list[BoxTool], several: int) -> tuple[BoxTool, dict]:
+    """A tool with one string (0), one number (1), or several parameters (2), and arguments for it."""
+    kinds = [[STR], [INT]]
+    fitting = [t for t in tools if (len(t.parameters) > 1 if several == 2 else
+                                    list(t.parameters.values()) == kinds[several])]
+    tool = rng.choice(fitting)
+    words = short_words(tokenizer, BOX_NOUNS)
+    values = {}
+    for key, kind in tool.parameters.items():
+        plain = rng.choice([rng.choice(words), f"{rng.choice(BOX_ADJECTIVES)} {rng.choice(words)}"])
+        values[key] = rng.randrange(2, 500) if kind == INT else rng.choice(BOX_VALUES.get(key, [plain]))
+    return tool, values
+
+
+def box_request(rng: random.Random, tool: BoxTool, values: dict, forms: list[str]) -> str:
+    """The call in a person's words."""
+    pairs, bes = ([f"{key}{verb}{value}" for key, value in values.items()] for verb in (" ", " be "))
+    return rng.choice(forms).format(**values, tool=tool.name, words=tool.name.replace("_", " the "),
+                                    pairs=" and ".join(pairs), bes=" and ".join(bes))
+
+
+def judge_call(tool: BoxTool, values: dict) -> typing.Callable[[dict], tuple[bool, bool]]:
+    """A judge: the first call is of this tool; it is the only one and its arguments are these JSON values."""
+    def judge(message: dict) -> tuple[bool, bool]:
+        calls = [call["function"] for call in message["tool_calls"]]
+        right = bool(calls) and calls[0]["name"] == tool.name
+        return right, right and len(calls) == 1 and json.loads(calls[0]["arguments"]) == values
+    return judge
+
+
+def tool_trial(rng: random.Random, tokenizer, n: int, mode: str = "chat", tools=BOX_TOOLS,
+               forms=None) -> BoxTrial:
+    """A request for one of n tools. Without `forms` half of the requests are everyday speech."""
+    tool, values = box_call(rng, tokenizer, tools, rng.randrange(3))
+    others = rng.sample([other for other in tools if other is not tool], n - 1)
+    offered = rng.sample([tool, *others], n)
+    forms = forms or rng.choice([list(tool.requests), BOX_PLAIN_REQUESTS])
+    request = box_request(rng, tool, values, forms)
+    messages = generate.with_tools([{"role": "user", "content": request}], [t.declared() for t in offered])
+    return BoxTrial(messages, judge_call(tool, values), mode, 120 if mode == "chat" else 180)
+
+
+BOX_RESULTS = ["status", "price", "answer", "total", "place", "note"]
+BOX_RESULT_TEXTS = ["{value}", "It says {value}.", "The result is {value}.", "Found: {value}."]
+
+
+def result_trial(rng: random.Random, tokenizer, as_object: bool) -> BoxTrial:
+    """A call and its result: an object of one or two keys, whose values the answer must hold, or a text."""
+    tool, values = box_call(rng, tokenizer, BOX_TOOLS, rng.randrange(3))
+    others = rng.sample([other for other in BOX_TOOLS if other is not tool], rng.randrange(3))
+    keys = rng.sample(BOX_RESULTS, rng.choice([1, 2]) if as_object else 1)
+    found = {key: rng.choice([rng.randrange(2, 999), rng.choice(short_words(tokenizer, BOX_NOUNS))])
+             for key in keys}
+    result = (json.dumps(found) if as_object else
+              rng.choice(BOX_RESULT_TEXTS).format(value=found[keys[0]]))
+    request = box_request(rng, tool, values, rng.choice([list(tool.requests), BOX_PLAIN_REQUESTS]))
+    call = {"id": "call_0", "type": "function", "function": {"name": tool.name,
+                                                            "arguments": json.dumps(values)}}
+    messages = [{"role": "user", "content": request},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_0", "content": result}]
+    offered = [t.declared() for t in [tool, *others]]
+    judge = contains(*(re.escape(str(value)) for value in found.values()))
+    return BoxTrial(generate.with_tools(messages, offered), judge)
+
+
+NUMBER_WORDS = dict(enumerate("zero one two three four five six seven eight nine ten eleven twelve".split()))
+NUMBER_WORDS |= {16: "sixteen", 20: "twenty", 32: "thirty[- ]two", 64: "sixty[- ]four"}
+
+
+def number_form(n: int) -> str:
+    """A pattern for a number in digits or as a word."""
+    return "|".join(filter(None, [f"{n:,}", str(n), NUMBER_WORDS.get(n)]))
+
+
+def box_small_talk(config: dict) -> list[tuple[str, list[str]]]:
+    """(what a right answer contains, three ways to ask). Numbers are those of the checkpoint's config."""
+    number = {key: number_form(value) for key, value in config.items() if type(value) is int}
+    return [
+        ("plain v4|tiny|small|model|engine", ["Who are you?", "What are you called?", "Introduce yourself."]),
+        ("facts?|tools?|repeat|remember|recall|copy|find|answer",
+         ["What can you do?", "What are you good at?", "How can you help me?"]),
+        ("million|mb|megabytes?", ["How big are you?", "What size are you?", "How large is this model?"]),
+        ("million", ["How many parameters do you have?", "What is your parameter count?",
+                     "Tell me the number of your parameters."]),
+        (number["num_hidden_layers"], ["How many layers do you have?", "What is your number of layers?",
+                                       "How deep are you, in layers?"]),
+        (number["n_routed_experts"], ["How many experts do you have?", "What is the number of your experts?",
+                                      "Count your experts."]),
+        (number["num_experts_per_tok"], ["How many experts are active for a token?",
+                                         "How many of your experts work on one token?",
+                                         "How many experts are used at a time?"]),
+        (number["sliding_window"], ["How large is your window?", "What is your sliding window?",
+                                    "How many tokens does your window hold?"]),
+        (f"{number['index_topk']}|choos\\w+|picks?|scores?|selects?|best",
+         ["What does the indexer do?", "What is your indexer for?", "Explain the indexer."]),
+        (number["index_topk"], ["How many rows does the indexer choose?", "How many rows do you attend to?",
+                                "What is the indexer's top-k?"]),
+        ("bits?|floats?|formats?|weights?|bytes?|numbers?|dense",
+         ["What is FP8?", "Where do you use FP8?", "What is stored in fp8?"]),
+        ("bits?|floats?|formats?|experts?|weights?|numbers?",
+         ["What is FP4?", "Where do you use FP4?", "What is stored in fp4?"]),
+        ("rope|rotary|rotations?|positions?|context|frequenc\\w+|stretch\\w*|long\\w*|far",
+         ["What is YaRN?", "What does YaRN do?", "Do you use yarn?"]),
+        ("next|predict\\w*|drafts?|second|ahead|tokens?", ["What is MTP?", "What is the MTP block for?",
+                                                           "Explain mtp."]),
+        ("tools?|calls?|tags?|markup", ["What is DSML?", "What does DSML mean?",
+                                        "What do you use dsml for?"]),
+        ("rows?|columns?|sums?|matri\\w+|mix\\w*|normali\\w+|balanc\\w+|stochastic|streams?",
+         ["What is Sinkhorn?", "What is the Sinkhorn step for?", "Explain sinkhorn."]),
+        (f"streams?|{number['hc_mult']}|residuals?", ["What are hyper-connections?",
+                                                      "Explain your hyper-connections.",
+                                                      "What do hyper-connections do?"]),
+        (number["hc_mult"], ["How many residual streams do you have?", "How many streams are there?",
+                             "What is your number of streams?"]),
+        ("4|four|128|tokens?|pool\\w*|summar\\w+|groups?|far|window",
+         ["What are compressed rows?", "What is a compressed row?", "Explain the compressed rows."]),
+        ("tokens?|tables?|ids?|experts?|hash\\w*", ["What is a hash layer?", "What does the hash layer do?",
+                                                    "How does your hash layer choose?"]),
+        ("bytes?|bpe|" + number["vocab_size"], ["What tokenizer do you use?", "What is your tokenizer?",
+                                              "Tell me about the tokenizer."]),
+        (number["vocab_size"], ["How large is your vocabulary?", "How many tokens are in your vocabulary?",
+                      "What is your vocabulary size?"]),
+        ("train\\w*|scripts?|scratch|plain v4|made|authors?|project|built",
+         ["Who made you?", "Who created you?", "Where do you come from?"]),
+        ("cpus?|gpus?|computers?|machines?|here|python|torch|anywhere|box|laptop|cores?",
+         ["Where do you run?", "What hardware do you need?", "What do you run on?"]),
+        ("no|not|same|like|tiny|small|architecture", ["Are you DeepSeek?", "Are you the real DeepSeek-V4?",
+                                                      "So you are DeepSeek, right?"]),
+        ("yes|i can|i call|i do", ["Can you call tools?", "Do you know how to use tools?",
+                                   "Are you able to call a tool?"]),
+        ("yes|i can|i think|i do", ["Can you think?", "Do you think before you answer?",
+                                    "Is there a thinking mode?"]),
+        ("hello|hi|hey|welcome", ["Hello!", "Hi there!", "Hello, engine."]),
+        ("morning|hello|hi", ["Good morning!", "Good morning to you.", "Morning!"]),
+        ("well|fine|good|great|ready|happy|thanks?", ["How are you?", "How are you doing?",
+                                                      "How do you feel today?"]),
+        ("welcome|pleasure|glad|any ?time", ["Thanks!", "Thank you very much.", "Thanks for your help."]),
+        ("bye|goodbye|farewell|see you|later|soon", ["Bye!", "Goodbye.", "See you later!"]),
+    ]
+
+
+BOX_ANYTHING_ELSE = [
+    "What is the capital of Peru?", "Who wrote Hamlet?", "How tall is Mount Everest?",
+    "What is 17 times 23?", "Why is the sky blue?", "Who won the football match?", "How do I bake bread?",
+    "What is a black hole?", "Is it going to snow?", "What year did the war end?",
+    "How far away is the moon?", "Who painted this picture?", "What do cats eat?",
+    "How old is the president?", "Which river is the longest?", "Can whales sleep?",
+    "What is the meaning of life?", "How does a clock work?", "Who invented the telephone?",
+    "What is your opinion of jazz?", "How many legs has a spider?", "Where can I buy shoes?",
+    "What is the best film ever?", "Why do leaves fall?", "How do planes fly?",
+    "Which animal is the fastest?", "What should I cook tonight?", "Do ghosts exist?",
+    "How much does gold cost?", "Who was Napoleon?"]
+
+
+def talk_trial(questions: list[tuple[str, list[str]]], i: int, mode: str = "chat") -> BoxTrial:
+    """The i-th question: all of them, then all in other words. What stands for any 30 comes in this order."""
+    pattern, ways = questions[i % len(questions)]
+    spared = "" if "only know" in pattern else "only know"
+    return BoxTrial([{"role": "user", "content": ways[i // len(questions) % len(ways)]}],
+                    contains(pattern, spared=spared), mode, 64 if mode == "chat" else 112)
+
+
+def box_trial(task: str, i: int, tokenizer, config: dict) -> typing.Optional[BoxTrial]:
+    """The i-th trial of a cell; None when it has no more questions."""
+    rng = random.Random(f"{task} {i}")
+    mode = "thinking" if "thinking" in task else "chat"
+    numbers = [int(number) for number in re.findall(r"\d+", task)]
+    strange = {"tools": BOX_STRANGE_TOOLS, "n": rng.randrange(1, 5), "mode": mode}
+    small_talk, others = box_small_talk(config), [("only know", [text]) for text in BOX_ANYTHING_ELSE]
+    if task == "anything else":
+        return talk_trial(others, i) if i < len(others) else None
+    if task.endswith("small talk"):
+        return talk_trial(small_talk, i, mode) if i < 3 * len(small_talk) else None
+    return {
+        "fact from": lambda: fact_trial(rng, tokenizer, numbers[0]),
+        "fact, asked": lambda: later_turn_trial(rng, tokenizer),
+        "fact among": lambda: among_trial(rng, tokenizer, numbers[0]),
+        "order: first": lambda: order_trial(rng, tokenizer, False),
+        "order: right": lambda: order_trial(rng, tokenizer, True),
+        "tools: 1": lambda: tool_trial(rng, tokenizer, numbers[-1], mode),
+        "tools: unseen": lambda: tool_trial(rng, tokenizer, **strange, forms=(
+            BOX_STRANGE_REQUESTS if "phrasings" in task else BOX_PLAIN_REQUESTS)),
+        "tool result:": lambda: result_trial(rng, tokenizer, "object" in task),
+        "thinking: facts": lambda: fact_trial(rng, tokenizer, rng.choice([40, 80, 160]), mode),
+    }[" ".join(task.split()[:2])]()
+
+
+class BoxScore(typing.NamedTuple):
+    """Shares of a cell's trials; right_tool None where no tool is asked for. `missed`: (asked, answered)."""
+    n: int
+    well_formed: float
+    right_tool: typing.Optional[float]
+    correct: float
+    chance: typing.Optional[float]
+    missed: list[tuple[str, str]]
+
+
+def box_engine(ckpt_path: str, batch: int = BOX_BATCH):
+    """-> (engine, tokenizer) as generate.py runs it, with room for a batch of the longest prompts."""
+    engine, tokenizer = generate.load_model(ckpt_path, max_seq_len=2560, max_batch_size=batch)
+    if tokenizer is None:
+        raise ValueError(f"{ckpt_path} has no tokenizer.json, so nobody can talk to it")
+    return engine, tokenizer
+
+
+def box_answers(engine, tokenizer, trials: list[BoxTrial]) -> list[tuple[dict, str]]:
+    """The greedy answer to each trial, as a message and as text. Prompts of like lengths go together: what a
+    longer one has more goes through the model token by token."""
+    eos = tokenizer.token_to_id(generate.eos_token)
+    prompts = [encode_prompt(tokenizer, encode_messages(t.messages, t.mode)) for t in trials]
+    answers: dict[int, tuple[dict, str]] = {}
+    order = sorted(range(len(trials)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), engine.max_batch_size):
+        batch = order[start:start + engine.max_batch_size]
+        limit = max(trials[i].max_new_tokens for i in batch)
+        for i, tokens in zip(batch, generate.generate(engine, [prompts[i] for i in batch], limit, eos, 0)):
+            text = TokenText(tokenizer)
+            said = "".join(map(text.push, tokens[:-1]))
+            message = parse_message_from_completion_text(said + generate.eos_token, trials[i].mode)
+            if len(tokens) > limit:
+                message["error"] = message["error"] or "the answer has no end"
+            answers[i] = message, said
+    return [answers[i] for i in range(len(trials))]
+
+
+def box_score(engine, tokenizer, config: dict, task: str, samples: int) -> BoxScore:
+    trials = [box_trial(task, i, tokenizer, config) for i in range(samples)]
+    trials = [trial for trial in trials if trial]
+    well, tools, correct, missed = 0, [], 0, []
+    for trial, (message, said) in zip(trials, box_answers(engine, tokenizer, trials)):
+        tool, right = trial.judge(message)
+        thought = trial.mode == "chat" or message["reasoning_content"].strip()
+        answered = message["tool_calls"] if tool is not None else message["content"].strip()
+        well += bool(message["error"] is None and thought and answered)
+        tools += [tool] if tool is not None else []
+        right = right and message["error"] is None
+        correct += right
+        if not right:
+            missed.append((trial.messages[-1]["content"][-200:], said))
+    n = len(trials)
+    chance = statistics.mean(1 / len(t.messages[0]["tools"]) for t in trials) if tools else None
+    return BoxScore(n, well / n, sum(tools) / n if tools else None, correct / n, chance, missed)
+
+
+# ---- what breaks it
+
+def no_rows(engine, monkeypatch, ratio: typing.Optional[int] = None):
+    """No query sees a compressed row in the layers of this ratio, or in any."""
+    visible = model.visible_rows
+    monkeypatch.setattr(model, "visible_rows", lambda r, *args: visible(r, *args) * (ratio not in (None, r)))
+
+
+def no_rows_in_layer(engine, monkeypatch, layer: int):
+    indexer = engine.layers[layer].attn.indexer
+    choose = indexer.forward
+    indexer.forward = lambda *args: torch.full_like(choose(*args), -1)
+
+
+def random_rows(engine, monkeypatch):
+    """The indexer's scores are noise; which rows a query may see stays."""
+    score, noise = model.index_score, generator(0)
+
+    def random_score(*args):
+        right = score(*args)
+        return torch.rand(right.shape, generator=noise).masked_fill(right.isinf(), -torch.inf)
+    monkeypatch.setattr(model, "index_score", random_score)
+
+
+def index_topk_1(engine, monkeypatch):
+    for attn in attentions(engine, 4):
+        attn.indexer.index_topk = 1
+
+
+def one_theta(engine, monkeypatch):
+    """The layers with a ratio turn as the window layers do, YaRN kept."""
+    theta = attentions(engine, 0)[0].precompute_freqs_cis.keywords["base"]
+    for attn in attentions(engine, 4) + attentions(engine, 128):
+        attn.precompute_freqs_cis = functools.partial(attn.precompute_freqs_cis, base=theta)
+
+
+def without_round_trip(engine, monkeypatch, name: str):
+    trips = tuple(trip for trip in engine.mode.round_trips if trip != name)
+    engine.mode = engine.mode._replace(round_trips=trips)
+
+
+BOX_BROKEN_TASKS = {
+    "fact from 24 tokens back": "fact from 24", "fact from 256 tokens back": "fact from 256",
+    "fact from 700 tokens back": "fact from 700", "fact among 8": "among 8", "tools: 1 of 4": "tools"}
+
+
+def box_breaks(config: dict) -> dict[str, typing.Callable]:
+    """name -> function(engine, monkeypatch) that breaks the engine, as in TRAPS; the first leaves it be."""
+    ratios = config["compress_ratios"][:config["num_hidden_layers"]]
+    return {
+        "nothing": lambda engine, monkeypatch: None,
+        "compressed rows off": no_rows,
+        "random rows": random_rows,
+        **{f"rows of layer {i} (ratio 4) off": functools.partial(no_rows_in_layer, layer=i)
+           for i, ratio in enumerate(ratios) if ratio == 4},
+        "index_topk 1": index_topk_1,
+        "compress_rope_theta 40000": TRAPS["compress_rope_theta 40000"],
+        "compress_rope_theta = rope_theta": one_theta,
+        "no YaRN": TRAPS["no YaRN"],
+        "rows of ratio 128 off": functools.partial(no_rows, ratio=128),
+        "index keys and queries not in FP4": functools.partial(without_round_trip, name="index"),
+        "KV not in FP8": functools.partial(without_round_trip, name="kv"),
+    }
+
+
+def box_broken(ckpt_path: str, config: dict, breaks: typing.Callable, tasks, samples: int) -> list[float]:
+    """The share of each task that is correct with a breakage built into an engine of its own."""
+    engine, tokenizer = box_engine(ckpt_path)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model.get_compress_topk_idxs.cache_clear()
+        breaks(engine, monkeypatch)
+        shares = [box_score(engine, tokenizer, config, task, samples).correct for task in tasks]
+    model.get_compress_topk_idxs.cache_clear()
+    return shares
+
+
+# ---- tests of the box
+
+@functools.lru_cache(1)
+def whole_box() -> tuple:
+    return *box_engine(BOX), generate.config_of(BOX, None)
+
+
+@pytest.mark.parametrize("task", [task for task, (_, floor) in BOX_GOALS.items() if floor is not None])
+def test_the_box_does(task):
+    """Some trials of each cell; `python test_parity.py box --samples 100` has the figures."""
+    score = box_score(*whole_box(), task, 6)
+    assert score.correct >= BOX_GOALS[task][1], score.missed
+
+
+@pytest.mark.parametrize("name", ["compressed rows off", "random rows"])
+def test_the_box_without_its_rows(name):
+    """What is far is lost with the compressed rows: they carry it, and nothing else does."""
+    config = generate.config_of(BOX, None)
+    tasks = ["fact from 256 tokens back", "fact from 700 tokens back"]
+    shares = box_broken(BOX, config, box_breaks(config)[name], tasks, 6)
+    assert max(shares) <= BOX_LOST
+
+
+@pytest.mark.parametrize("distance", [24, 58, 256])
+def test_the_box_is_asked_from_so_far_back(distance):
+    """A fact's distance, counted from the prompt's last token backwards, is the one of its cell."""
+    _, tokenizer, config = whole_box()
+    for i in range(4):
+        messages = box_trial(f"fact from {distance} tokens back", i, tokenizer, config).messages
+        prompt = encode_messages(messages, "chat")
+        fact = re.search(r"\bthe [\w -]+ is ([\w -]+)\.", prompt, re.IGNORECASE)
+        tokens, back = encode_prompt(tokenizer, prompt), 1
+        while len(tokenizer.decode(tokens[-back:], skip_special_tokens=False)) <= len(prompt) - fact.end(1):
+            back += 1
+        assert distance - 7 <= back - 1 <= max(distance, 28)
+
+
+def test_the_judges_of_the_box():
+    """They take an item alone, in its case, and nothing near it; a refusal does not pass for small talk."""
+    fact, price = ends_with("red lemon"), contains("21")
+    for text, right in (("The code for Jan is red lemon.", True), ("red lemon", True),
+                        ("Right after river came red lemon.", True), ("It is Red lemon.", False),
+                        ("The code is old red lemon.", False), ("The code is red lemon tree.", False),
+                        ("The code is red lemons.", False), ("", False)):
+        assert fact({"content": text})[1] == right, text
+    for text, right in (("The price is 21.", True), ("It is 21, I think.", True), ("It is 215.", False),
+                        ("It is 21.5.", False), ("I only know 21.", False)):
+        assert price({"content": text})[1] == right, text
+    tool, call = BOX_TOOLS[0], {"name": BOX_TOOLS[0].name, "arguments": '{"city": "Oslo"}'}
+    judge = judge_call(tool, {"city": "Oslo"})
+    assert judge({"tool_calls": [{"function": call}]}) == (True, True)
+    assert judge({"tool_calls": [{"function": call}] * 2}) == (True, False)
+    assert judge({"tool_calls": [{"function": call | {"arguments": '{"city": "oslo"}'}}]}) == (True, False)
+    assert judge({"tool_calls": []}) == (False, False)
+    config = generate.config_of(BOX, None)
+    refusal = {"content": "I only know what you told me, and a little about myself."}
+    assert not any(contains(pattern)(refusal)[1] for pattern, _ in box_small_talk(config))
+
+
 # ==========================================================================================================
 # The Triton kernels
 # ==========================================================================================================
@@ -8613,6 +9252,85 @@ def test_sharpen_by_hand():
 def test_sharpen_bad_input(argv, said):
     code, _, error = lab_output("sharpen", *argv)
     assert code == 2 and said in error and len(error.splitlines()) == 1
+
+
+# ---- box
+
+def box_row(task: str, score: BoxScore) -> list[str]:
+    goals = BOX_WELL_FORMED.get(task.split()[0].strip(":")), BOX_GOALS[task][0]
+    goals = (goals[0], BOX_RIGHT_TOOL, goals[1]) if score.right_tool is not None else goals
+    tool = "" if score.right_tool is None else f"{score.right_tool:.2f} (chance {score.chance:.2f})"
+    return [task, str(score.n), f"{score.well_formed:.2f}", tool, f"{score.correct:.2f}",
+            " / ".join(f"{goal:.2f}" for goal in goals if goal)]
+
+
+@lab("box", "what the checkpoint in the box can do, and what breaking it leaves",
+     samples={"type": int, "default": 12, "metavar": "N",
+              "help": "trials a cell (default: %(default)s); half as many with each breakage"},
+     tasks={"default": "", "metavar": "REGEX",
+            "help": "only rows whose name matches; breakages begin with 'broken: '"})
+def lab_box(args: argparse.Namespace) -> Report:
+    """Each cell greedy, in bf16 with the round trips, through generate.py's encoding and parser."""
+    if args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: give 1 or more trials a cell")
+    config = generate.config_of(args.ckpt_path, None)
+    engine, tokenizer = box_engine(args.ckpt_path)
+    breaks = {f"broken: {name}": change for name, change in box_breaks(config).items()}
+    try:
+        chosen = [name for name in [*BOX_GOALS, *breaks] if re.search(args.tasks, name)]
+    except re.error as error:
+        raise ValueError(f"--tasks {args.tasks} is no regular expression: {error}") from None
+    if not chosen:
+        raise ValueError(f"--tasks {args.tasks} matches none of: {', '.join([*BOX_GOALS, *breaks])}")
+    scores = {task: box_score(engine, tokenizer, config, task, args.samples)
+              for task in chosen if task in BOX_GOALS}
+    broken = {name: box_broken(args.ckpt_path, config, breaks[name], BOX_BROKEN_TASKS, -(-args.samples // 2))
+              for name in chosen if name in breaks}
+    rows = [box_row(task, score) for task, score in scores.items()]
+    if broken:
+        rows.append(["broken, correct of", *BOX_BROKEN_TASKS.values()])
+        rows += [[name, *(f"{share:.2f}" for share in shares)] for name, shares in broken.items()]
+    short = [task for task, score in scores.items() if score.correct < BOX_GOALS[task][0]]
+    verdict = f"{len(scores) - len(short)} of {len(scores)} cells reach their goal" + (
+        "; short of it: " + ", ".join(short) if short else "") + "."
+    whole = broken.get("broken: nothing")
+    unseen = [name for name, shares in broken.items() if whole and shares is not whole
+              and all(share > 0.8 * right for share, right in zip(shares, whole))]
+    verdict += f" No task shows: {', '.join(unseen)}." if unseen else ""
+    data = {"cells": {task: score._asdict() for task, score in scores.items()},
+            "broken": {name: dict(zip(BOX_BROKEN_TASKS, shares)) for name, shares in broken.items()}}
+    heat = Heat("correct, with it broken", list(broken), [*BOX_BROKEN_TASKS.values()], [*broken.values()])
+    return Report("What can this checkpoint do, and what does breaking it leave of that?",
+                  ["task", "n", "well-formed", "right tool", "correct", "goal"], rows, verdict,
+                  f"words and phrasings other than its own; a share of {args.samples} trials is good to "
+                  f"{1 / math.sqrt(args.samples):.2f}; small talk is judged by single words",
+                  None, data, (heat,) if broken else ())
+
+
+def lab_arguments(name: str, *flags: str) -> argparse.Namespace:
+    """The parsed command line of a lab command."""
+    parser = argparse.ArgumentParser()
+    add_lab_parser(parser.add_subparsers(dest="command"), name, LAB[name])
+    return parser.parse_args([name, *flags])
+
+
+def test_lab_box():
+    """Rows of both tables; facts are found whole and lost broken."""
+    report = LAB["box"].run(lab_arguments("box", "--samples", "4", "--tasks", "from 128|broken: .*rows off"))
+    rows = {row[0]: row for row in report.rows}
+    assert float(rows["fact from 128 tokens back"][4]) >= 0.5
+    broken = report.data["broken"]["broken: compressed rows off"]
+    assert broken["fact from 256 tokens back"] == broken["fact from 700 tokens back"] == 0
+    json.dumps(report.data)
+    print_report(report)
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--samples", "0"], "give 1 or more"), (["--tasks", "swimming"], "matches none of: fact from 24"),
+    (["--tasks", "("], "is no regular expression"), (["--ckpt-path", "nowhere"], "nowhere")])
+def test_lab_box_wrong_usage(flags, says, capsys):
+    assert run_lab(lab_arguments("box", *flags)) == 2
+    assert says in capsys.readouterr().err
 
 
 # ==========================================================================================================
