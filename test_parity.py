@@ -4484,7 +4484,7 @@ def test_the_box_recalls_through_compressed_rows(monkeypatch):
 
 def test_the_box_against_the_reference():
     """Its stored weights, exact: every position of a prompt across many windows."""
-    tokens = random_tokens(300, vocab=1536)
+    tokens = random_tokens(300, vocab=convert.read_config(BOX)["vocab_size"])
     engine = load(BOX, n_mtp_layers=0)
     logits = torch.cat([engine(tokens[:, :200])] + [engine(tokens[:, p:p + 1], p) for p in range(200, 300)])
     error = relative_error(logits, Reference(BOX).forward(tokens[0].numpy())[199:])
@@ -4996,82 +4996,6 @@ def box_score(engine, tokenizer, config: dict, task: str, samples: int) -> BoxSc
     return BoxScore(n, well / n, sum(tools) / n if tools else None, correct / n, chance, missed)
 
 
-# ---- what breaks it
-
-def no_rows(engine, monkeypatch, ratio: typing.Optional[int] = None):
-    """No query sees a compressed row in the layers of this ratio, or in any."""
-    visible = model.visible_rows
-    monkeypatch.setattr(model, "visible_rows", lambda r, *args: visible(r, *args) * (ratio not in (None, r)))
-
-
-def no_rows_in_layer(engine, monkeypatch, layer: int):
-    indexer = engine.layers[layer].attn.indexer
-    choose = indexer.forward
-    indexer.forward = lambda *args: torch.full_like(choose(*args), -1)
-
-
-def random_rows(engine, monkeypatch):
-    """The indexer's scores are noise; which rows a query may see stays."""
-    score, noise = model.index_score, generator(0)
-
-    def random_score(*args):
-        right = score(*args)
-        return torch.rand(right.shape, generator=noise).masked_fill(right.isinf(), -torch.inf)
-    monkeypatch.setattr(model, "index_score", random_score)
-
-
-def index_topk_1(engine, monkeypatch):
-    for attn in attentions(engine, 4):
-        attn.indexer.index_topk = 1
-
-
-def one_theta(engine, monkeypatch):
-    """The layers with a ratio turn as the window layers do, YaRN kept."""
-    theta = attentions(engine, 0)[0].precompute_freqs_cis.keywords["base"]
-    for attn in attentions(engine, 4) + attentions(engine, 128):
-        attn.precompute_freqs_cis = functools.partial(attn.precompute_freqs_cis, base=theta)
-
-
-def without_round_trip(engine, monkeypatch, name: str):
-    trips = tuple(trip for trip in engine.mode.round_trips if trip != name)
-    engine.mode = engine.mode._replace(round_trips=trips)
-
-
-BOX_BROKEN_TASKS = {
-    "fact from 24 tokens back": "fact from 24", "fact from 256 tokens back": "fact from 256",
-    "fact from 700 tokens back": "fact from 700", "fact among 8": "among 8", "tools: 1 of 4": "tools"}
-
-
-def box_breaks(config: dict) -> dict[str, typing.Callable]:
-    """name -> function(engine, monkeypatch) that breaks the engine, as in TRAPS; the first leaves it be."""
-    ratios = config["compress_ratios"][:config["num_hidden_layers"]]
-    return {
-        "nothing": lambda engine, monkeypatch: None,
-        "compressed rows off": no_rows,
-        "random rows": random_rows,
-        **{f"rows of layer {i} (ratio 4) off": functools.partial(no_rows_in_layer, layer=i)
-           for i, ratio in enumerate(ratios) if ratio == 4},
-        "index_topk 1": index_topk_1,
-        "compress_rope_theta 40000": TRAPS["compress_rope_theta 40000"],
-        "compress_rope_theta = rope_theta": one_theta,
-        "no YaRN": TRAPS["no YaRN"],
-        "rows of ratio 128 off": functools.partial(no_rows, ratio=128),
-        "index keys and queries not in FP4": functools.partial(without_round_trip, name="index"),
-        "KV not in FP8": functools.partial(without_round_trip, name="kv"),
-    }
-
-
-def box_broken(ckpt_path: str, config: dict, breaks: typing.Callable, tasks, samples: int) -> list[float]:
-    """The share of each task that is correct with a breakage built into an engine of its own."""
-    engine, tokenizer = box_engine(ckpt_path)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        model.get_compress_topk_idxs.cache_clear()
-        breaks(engine, monkeypatch)
-        shares = [box_score(engine, tokenizer, config, task, samples).correct for task in tasks]
-    model.get_compress_topk_idxs.cache_clear()
-    return shares
-
-
 # ---- tests of the box
 
 @functools.lru_cache(1)
@@ -5129,6 +5053,145 @@ def test_the_judges_of_the_box():
     config = generate.config_of(BOX, None)
     refusal = {"content": "I only know what you told me, and a little about myself."}
     assert not any(contains(pattern)(refusal)[1] for pattern, _ in box_small_talk(config))
+
+
+# ==========================================================================================================
+# tiny/train.py: how the checkpoint in the box is made
+# ==========================================================================================================
+
+def training() -> types.ModuleType:
+    """tiny/train.py, which finds lessons.py beside itself."""
+    if BOX not in sys.path:
+        sys.path.insert(0, BOX)
+    return importlib.import_module("train")
+
+
+def box_weights(config: dict) -> dict[str, torch.Tensor]:
+    """What is stored in the box, as the fp32 numbers that training has."""
+    files = Reference(BOX).checkpoint
+    return {name: torch.from_numpy(files.tensor(name, np.int64 if kind == "I64" else np.float32))
+            for name, kind, _ in convert.parameters(config)}
+
+
+def lesson(length: int, seed: int) -> torch.Tensor:
+    """The first conversation of the data that has so many tokens, cut there: [1,length]."""
+    batches = training().Batches(generate.load_tokenizer(BOX), seed)
+    while len(ids := batches.one(length)[0]) < length:
+        pass
+    return torch.tensor([ids])
+
+
+@pytest.mark.parametrize("topk", ["all rows", "real"])
+def test_training_forward_is_the_engines(topk):
+    """Training's own forward pass, its MTP block too. With the real top-k a tie may be broken in two ways."""
+    ids, train = lesson(400, 1), training()
+    config = convert.read_config(BOX) | ({"index_topk": 400} if topk == "all rows" else {})
+    net = train.Net(config, box_weights(config), torch.float32, real_topk=True)
+    net.begin()
+    with torch.no_grad():
+        streams, _ = net.trunk(ids)
+        ours = net.head(streams[0].unsqueeze(1))
+        drafts = net.head(net.mtp(streams[:, :-1], ids[:, 1:])[0].unsqueeze(1), "mtp.0.")
+    engine = engine_of(config)
+    streams = []
+    engine.layers[-1].register_forward_hook(lambda layer, args, out: streams.append(out.clone()))
+    theirs = torch.cat([engine(ids[:, p:p + 1], p) for p in range(400)])
+    theirs_drafts = torch.cat([engine.mtp[0](streams[p], p, ids[:, p + 1:p + 2]) for p in range(399)])
+    for name, a, b in (("training's forward pass", ours, theirs), ("its MTP block", drafts, theirs_drafts)):
+        errors = [relative_error(x, y) for x, y in zip(a, b)]
+        if topk == "all rows":
+            # trained attention is sharper than random: the same rounding shows more
+            proof(f"{name}, stored weights", "the engine, token by token", "fp32", max(errors), 5 * EXACT,
+                  "what both take from convert.py and config.json")
+        else:
+            assert np.quantile(errors, 0.9) < 5 * EXACT, f"{name}: {np.quantile(errors, 0.9):.1e}"
+
+
+def engine_of(config: dict) -> model.Transformer:
+    """The box's weights under another config, exact."""
+    folder = os.path.join(work_folder(), f"box-topk-{config['index_topk']}")
+    os.makedirs(folder, exist_ok=True)
+    shutil.copy(os.path.join(BOX, "model.safetensors"), folder)
+    Path(folder, "config.json").write_text(json.dumps(config))
+    return load(folder)
+
+
+def test_training_rounds_as_the_engine():
+    """Bit for bit: activations, KV, index keys, and weights against what is stored."""
+    train, rng = training(), torch.Generator().manual_seed(3)
+    x = torch.randn(64, 256, generator=rng) * torch.exp2(torch.randint(-9, 9, (64, 1), generator=rng))
+    x[0], x[1, :128] = 0, 1e-6
+    for block in (64, 128):
+        ours = kernel.act_quant(x.clone(), block, "ue8m0", torch.float8_e8m0fnu, True)
+        assert torch.equal(train.fp8(x, block), ours)
+    assert torch.equal(train.fp4(x), kernel.fp4_act_quant(x.clone(), 32, True))
+    config = convert.read_config(BOX)
+    shapes = {name: shape for name, _, shape in convert.parameters(config)}
+    weights = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+    tensors = train.stored(config, weights)
+    net = train.Net(config, weights, torch.float32, rounding=("weights",))
+    net.begin()
+    for name, tensor in tensors.items():
+        if net.kinds.get(name) in ("linear", "expert"):
+            scale = tensors[convert.scale_of(name)]
+            if tensor.dtype == torch.int8:
+                tensor = tensor.view(torch.float4_e2m1fn_x2)
+            assert torch.equal(kernel.weight_dequant(tensor, scale).float(), net.cast[name]), name
+
+
+def test_tokenizer_is_made_again():
+    """tokenizer.json is what train.py makes; ' word' is cut as 'word' is; any text comes back."""
+    train, path = training(), os.path.join(BOX, "tokenizer.json")
+    made = train.make_tokenizer(convert.read_config(BOX)["vocab_size"])
+    assert json.loads(made.to_str()) == json.loads(Path(path).read_text())
+    for word in ("harbor", "Oslo", "xylophone", "Quetzalcoatl"):
+        plain, spaced = made.encode(word).tokens, made.encode(" " + word).tokens
+        assert [token.replace("Ġ", "") for token in spaced] == plain
+    text = "naïve 你好 \t <b>  {\"a\": [1, 23.5]}\r\n"
+    assert made.decode(made.encode(text).ids) == text
+
+
+def test_lessons_are_what_the_parser_reads():
+    """Every answer in them comes back from its own text; the same seed gives the same conversations."""
+    lessons = importlib.import_module("lessons") if training() else None
+    first, second = random.Random(7), random.Random(7)
+    calls = 0
+    for i in range(300):
+        messages, mode = lessons.conversation(first, (256, 640, 1664)[i % 3])
+        assert (messages, mode) == lessons.conversation(second, (256, 640, 1664)[i % 3])
+        answer = messages.pop()
+        prompt = encode_messages(messages, mode)
+        text = encode_messages(messages + [answer], mode).removeprefix(prompt)
+        read = parse_message_from_completion_text(text, mode)
+        assert read["error"] is None and read["content"] == answer["content"]
+        thought = answer["reasoning_content"] if mode == "thinking" else ""
+        assert (read["reasoning_content"] or "") == thought
+        for ours, theirs in zip(read["tool_calls"], answer.get("tool_calls", []), strict=True):
+            calls += 1
+            assert ours["function"]["name"] == theirs["function"]["name"]
+            assert json.loads(ours["function"]["arguments"]) == json.loads(theirs["function"]["arguments"])
+    assert calls > 30
+
+
+def test_training_goes_on_where_it_stopped(tmp_path):
+    """Stopped after a step and started again: the same weights as at one go, and a folder that runs."""
+    train = training()
+    stages = [("short", 1, 96, (), False), ("stored", 1, 96, train.STORED, True), ("mtp", 1, 96, (), True)]
+    train.run(str(tmp_path / "whole"), stages, keep=1)
+    train.run(str(tmp_path / "broken"), stages, keep=1, steps=1)
+    early = torch.load(tmp_path / "broken" / "state.pt")
+    train.run(str(tmp_path / "broken"), stages, keep=1)
+    whole, broken = (torch.load(tmp_path / name / "state.pt") for name in ("whole", "broken"))
+    assert (early["step"], broken["step"], whole["step"]) == (1, 3, 3)
+    for name, w in whole["weights"].items():
+        assert torch.equal(w, broken["weights"][name]), name
+    for name in ("embed.weight", "layers.0.attn.wq_b.weight", "mtp.0.attn.wq_b.weight"):
+        assert not torch.equal(whole["weights"][name], early["weights"][name]), name
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "broken")]
+    assert files[0] == files[1]
+    engine, tokenizer = generate.load_model(str(tmp_path / "whole"))
+    prompt = encode_prompt(tokenizer, encode_messages([{"role": "user", "content": "hello"}], "chat"))
+    assert len(generate.generate(engine, [prompt], 4, -1, temperature=0)[0]) == 4
 
 
 # ==========================================================================================================
@@ -6047,7 +6110,7 @@ SHADES = " ░▒▓█"
 
 
 def lab(name: str, help: str, **arguments: dict):
-    """Registers a lab command; `arguments` are its flags (some_flag for --some-flag; in capitals: a place)."""
+    """Registers a lab command; `arguments` are its flags (some_flag: --some-flag; in capitals: a place)."""
     def register(run):
         LAB[name] = LabCommand(run, help, arguments)
         return run
@@ -6137,7 +6200,7 @@ def svg_of(heats: typing.Sequence[Heat], cell: int = 36) -> str:
 def lab_output(*argv) -> tuple[int, str, str]:
     """For tests: a command as people run it -> exit code, what it prints, what it complains."""
     out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["test_parity.py", *map(str, argv)])
         code = main()
     return code, out.getvalue(), err.getvalue()
@@ -6268,7 +6331,7 @@ DISTANCES = 24, 58, 128, 256, 495, 700, 1500
 
 
 @lab("copy", "does it copy a secret from inside the window, and from beyond?",
-     distance=dict(metavar="N,N", help="tokens from secret to answer (default: 24 to 1500, as far as it reads)"),
+     distance=dict(metavar="N,N", help="tokens from secret to answer (default: 24 to 1500, if it reads so far)"),
      samples=dict(type=int, default=8, help="prompts for each distance (default: 8)"))
 def copy_report(args: argparse.Namespace) -> Report:
     tokenizer, config, _, longest = subject_of(args.ckpt_path)
@@ -7650,7 +7713,7 @@ def diff_report(vendor_dir: str, our_dir: str) -> Report:
     seen = sum(one.kind != "body" for one in bare)
     absent = [name for name in MIRRORS if name not in files]
     verdict = (f"{total} symbols of the vendor's: {total - len(found)} the same, {len(found) - len(bare)} "
-               f"differ for a stated reason, {len(bare) - seen} in their body alone, as all bodies are our own, "
+               f"differ for a stated reason, {len(bare) - seen} in their body alone (all bodies are our own) "
                f"and {seen} in what a caller sees without a reason.")
     return Report(
         f"Where do our files differ from the vendor's in {vendor_dir}, and does a header say why?",
@@ -7668,7 +7731,8 @@ def diff_rows(found: list[Difference], added: dict[str, list[str]]) -> list[list
         reason = one.reason or (OWN_BODY if one.kind == "body" else "NONE GIVEN")
         groups.setdefault((one.file, one.how, reason), []).append(one.symbol)
     rows = [[file, some_of(names, len(names) if reason == "NONE GIVEN" else 4), how,
-             textwrap.shorten(reason, 80, placeholder=" ...")] for (file, how, reason), names in groups.items()]
+             textwrap.shorten(reason, 80, placeholder=" ...")]
+            for (file, how, reason), names in groups.items()]
     return rows + [[file, some_of(names, 4), "only ours", ""] for file, names in added.items() if names]
 
 
@@ -9256,6 +9320,56 @@ def test_sharpen_bad_input(argv, said):
 
 # ---- box
 
+BOX_BROKEN_TASKS = {
+    "fact from 24 tokens back": "fact from 24", "fact from 256 tokens back": "fact from 256",
+    "fact from 700 tokens back": "fact from 700", "fact among 8": "among 8", "tools: 1 of 4": "tools"}
+
+
+def layer_rows_off(layer: int):
+    """No query sees a compressed row of this layer."""
+    def switch(engine, patch):
+        indexer = engine.layers[layer].attn.indexer
+        choose = indexer.forward
+        patch.setattr(indexer, "forward", lambda *args: torch.full_like(choose(*args), -1))
+    return switch
+
+
+def random_rows(engine, patch):
+    """The indexer's scores are noise; which rows a query may see stays."""
+    score, noise = model.index_score, generator(0)
+
+    def random_score(*args):
+        right = score(*args)
+        return torch.rand(right.shape, generator=noise).masked_fill(right.isinf(), -torch.inf)
+    patch.setattr(model, "index_score", random_score)
+
+
+def box_breaks(config: dict) -> dict[str, typing.Callable]:
+    """name -> a switch as in ARMS; the first leaves the engine as it is."""
+    ratios = config["compress_ratios"][:config["num_hidden_layers"]]
+    return {
+        "nothing": lambda engine, patch: None,
+        "compressed rows off": rows_off(4, 128),
+        "random rows": random_rows,
+        **{f"rows of layer {i} (ratio 4) off": layer_rows_off(i) for i, ratio in enumerate(ratios)
+           if ratio == 4},
+        "index_topk 1": topk_change(lambda topk: 1),
+        "compress_rope_theta / 4": rope_change(True, lambda args: {"base": args.compress_rope_theta / 4}),
+        "compress_rope_theta = rope_theta": rope_change(True, lambda args: {"base": args.rope_theta}),
+        "YaRN off": rope_change(True, lambda args: {"original_seq_len": 0}),
+        "rows of ratio 128 off": rows_off(128),
+        "index keys and queries not in FP4": without("index"),
+        "KV not in FP8": without("kv"),
+    }
+
+
+def box_broken(ckpt_path: str, config: dict, switch: typing.Callable, tasks, samples: int) -> list[float]:
+    """The share of each task that is correct with a breakage built into an engine of its own."""
+    engine, tokenizer = box_engine(ckpt_path)
+    with switched(Arm("broken", switch, never_idle), engine):
+        return [box_score(engine, tokenizer, config, task, samples).correct for task in tasks]
+
+
 def box_row(task: str, score: BoxScore) -> list[str]:
     goals = BOX_WELL_FORMED.get(task.split()[0].strip(":")), BOX_GOALS[task][0]
     goals = (goals[0], BOX_RIGHT_TOOL, goals[1]) if score.right_tool is not None else goals
@@ -9307,30 +9421,20 @@ def lab_box(args: argparse.Namespace) -> Report:
                   None, data, (heat,) if broken else ())
 
 
-def lab_arguments(name: str, *flags: str) -> argparse.Namespace:
-    """The parsed command line of a lab command."""
-    parser = argparse.ArgumentParser()
-    add_lab_parser(parser.add_subparsers(dest="command"), name, LAB[name])
-    return parser.parse_args([name, *flags])
-
-
 def test_lab_box():
     """Rows of both tables; facts are found whole and lost broken."""
-    report = LAB["box"].run(lab_arguments("box", "--samples", "4", "--tasks", "from 128|broken: .*rows off"))
-    rows = {row[0]: row for row in report.rows}
-    assert float(rows["fact from 128 tokens back"][4]) >= 0.5
-    broken = report.data["broken"]["broken: compressed rows off"]
+    code, found = lab_result("box", "--samples", "4", "--tasks", "from 128|broken: .*rows off")
+    broken = found["broken"]["broken: compressed rows off"]
+    assert code == 0 and found["cells"]["fact from 128 tokens back"]["correct"] >= 0.5
     assert broken["fact from 256 tokens back"] == broken["fact from 700 tokens back"] == 0
-    json.dumps(report.data)
-    print_report(report)
 
 
 @pytest.mark.parametrize("flags, says", [
     (["--samples", "0"], "give 1 or more"), (["--tasks", "swimming"], "matches none of: fact from 24"),
     (["--tasks", "("], "is no regular expression"), (["--ckpt-path", "nowhere"], "nowhere")])
-def test_lab_box_wrong_usage(flags, says, capsys):
-    assert run_lab(lab_arguments("box", *flags)) == 2
-    assert says in capsys.readouterr().err
+def test_lab_box_wrong_usage(flags, says):
+    code, _, error = lab_output("box", *flags)
+    assert code == 2 and says in error
 
 
 # ==========================================================================================================
