@@ -41,6 +41,7 @@ import mmap
 import os
 import random
 import re
+import resource
 import select
 import shutil
 import socket
@@ -8296,6 +8297,8 @@ def no_window_layer(engine, tokens: int) -> str:
 
 
 def no_yarn(engine, tokens: int) -> str:
+    if not any(attn.compress_ratio for attn in attentions(engine)):
+        return "only layers that compress have YaRN, and none does"
     return "" if engine.args.original_seq_len and engine.args.rope_factor != 1 else "the config has no YaRN"
 
 
@@ -8502,6 +8505,15 @@ def test_arms_say_when_a_prompt_tests_no_far_recall(monkeypatch):
     assert report.healthy is None and "does not test far recall at all" in report.verdict
 
 
+def test_arms_clear_a_model_that_compresses_nothing(monkeypatch, tmp_path):
+    few_arms(monkeypatch, "YaRN off")
+    folder = write_checkpoint(tmp_path, LAB_SMALL | {"compress_ratios": [0, 0, 0, 0]})
+    question = Question(generate.load_tokenizer(BOX), [0, 5, 7], None)
+    report = compare_arms(lambda: load(folder, round_trips=model.ROUND_TRIPS), question, 1)
+    assert report.healthy is None and "FAULT" not in report.verdict
+    assert {row["arm"]: row["effect"] for row in report.data["arms"]}["YaRN off"] == IDLE
+
+
 @pytest.mark.parametrize("argv, said", [
     (["--tokens", "0"], "--tokens is 0"), (["--prompt", ""], "--prompt is empty"),
     (["--ckpt-path", "FOLDER"], "no tokenizer.json"), (["--svg", "OUT"], "no heat map")])
@@ -8675,6 +8687,8 @@ class Compared(typing.NamedTuple):
 
 SAME, AGREES, DIFFERS = "same bits", "agrees", "DIFFERS"
 TIES, BEHIND = "near ties only", "behind near ties"
+NO_SCORES = "cannot be judged: scores were left out"
+NO_TOKEN = "not compared: no token chose the same experts"
 
 
 def compare_values(name: str, a: torch.Tensor, b: torch.Tensor, tolerance: float, clean: int) -> Compared:
@@ -8686,6 +8700,11 @@ def compare_values(name: str, a: torch.Tensor, b: torch.Tensor, tolerance: float
         return Compared(name, 0.0, 0.0, tolerance, None, SAME)
     rows = len(a) if a.ndim > 1 else 1
     a, b = a.double().reshape(rows, -1), b.double().reshape(rows, -1)
+    nan = a.isnan() | b.isnan()
+    if nan.any():       # equal to nothing, not even to the same NaN in the other
+        return Compared(name, math.nan, math.nan, tolerance, int(nan.any(dim=1).int().argmax()),
+                        f"{DIFFERS}: NaN, {int(a.isnan().sum())} in the first and {int(b.isnan().sum())} in "
+                        f"the second of {a.numel()} values")
     apart = torch.where(a == b, 0.0, (a - b).abs())         # -inf, of rows not visible, equals -inf
     b = b.masked_fill(~b.isfinite(), 0)
     relative = float(apart.norm() / b.norm())
@@ -8706,7 +8725,8 @@ def as_mask(chosen: torch.Tensor, wide: int) -> torch.Tensor:
 def compare_sets(name: str, a: torch.Tensor, b: torch.Tensor, scores: typing.Optional[torch.Tensor],
                  tolerance: float, clean: int) -> Compared:
     """Chosen numbers as sets, exactly. Near ties: as many are chosen, and by b's scores [s,n] those that one
-    side chose alone lie within two tolerances of each other, relative to their token's largest score."""
+    side chose alone lie within two tolerances of each other, relative to their token's largest score. Without
+    scores nobody can tell these from a wrong choice."""
     if a.is_floating_point() or b.is_floating_point() or a.ndim != 2 or b.ndim != 2 or len(a) != len(b):
         return compare_values(name, a, b, 0.0, 0)
     wide = 1 + max([int(x.max()) for x in (a, b) if x.numel()] + [0])
@@ -8714,7 +8734,8 @@ def compare_sets(name: str, a: torch.Tensor, b: torch.Tensor, scores: typing.Opt
     rows = (a != b).any(dim=1)
     if not rows.any():
         return Compared(name, 0.0, 0.0, 0.0, None, SAME)
-    result = DIFFERS
+    as_many = torch.equal(a.sum(dim=1), b.sum(dim=1))
+    result = NO_SCORES if scores is None and as_many else DIFFERS
     if scores is not None and len(scores) == len(a) and scores.size(1) >= wide:
         scores, swapped = scores[:, :wide].double(), a != b
         spread = (scores.masked_fill(~swapped, -torch.inf).amax(dim=1)
@@ -8722,7 +8743,7 @@ def compare_sets(name: str, a: torch.Tensor, b: torch.Tensor, scores: typing.Opt
         slack = torch.full((len(a),), 2 * tolerance)
         slack[clean:] = 2 * max(LOGITS, tolerance)
         largest = scores.masked_fill(~scores.isfinite(), 0).abs().amax(dim=1)
-        if (spread <= (slack * largest)[rows]).all() and torch.equal(a.sum(dim=1), b.sum(dim=1)):
+        if as_many and (spread <= (slack * largest)[rows]).all():
             result = TIES
     first = int(rows.int().argmax())
     return Compared(name, float(rows.sum()), float(rows.double().mean()), 0.0, first, result)
@@ -8741,27 +8762,77 @@ def load_trace(path: str) -> dict[str, torch.Tensor]:
         raise ValueError(f"{path} is no safetensors file ({error}): write it again") from None
     if "tokens" not in tensors:
         raise ValueError(f"{path} has no tensor `tokens`, so what was computed is unknown: add the input ids")
+    tensors = {name: as_float_or_int(f"{path}: {name}", tensor) for name, tensor in tensors.items()}
+    tokens = tensors["tokens"]
+    if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
+        raise ValueError(f"{path}: tokens is {str(tokens.dtype)[6:]} {list(tokens.shape)}: it must be a list "
+                         "[s] of one integer or more, the input ids")
     return tensors
 
 
+def as_float_or_int(what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Dtypes that can be compared: integers in int64, FP8 in bfloat16, which holds its values."""
+    if tensor.is_floating_point():
+        return tensor.bfloat16() if tensor.element_size() == 1 else tensor
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"{what} is {str(tensor.dtype)[6:]}: store floats, and choices as integers")
+    return tensor.long()
+
+
+MOST_EXPERTS = 1 << 16
+
+
+def compare_choices(name: str, kind: str, a: dict, b: dict, tolerance: float, clean: int) -> Compared:
+    """compare_sets of what two traces have under a name, and DIFFERS for numbers that are none of a row."""
+    most = len(a["tokens"]) if kind == "attn.topk" else MOST_EXPERTS
+    for which, chosen in ("first", a[name]), ("second", b[name]):
+        if chosen.numel() and chosen.max() >= most:
+            return Compared(name, math.nan, math.nan, 0.0, None,
+                            f"{DIFFERS}: {int(chosen.max())} in the {which}, numbers from 0 are below {most}")
+    place = name.removesuffix(kind) + TRACE_SETS[kind]
+    scores = b.get(place)
+    if scores is None and kind != "attn.topk" and place not in a:       # a hash layer: a table, no near ties
+        scores = torch.empty(0)
+    return compare_sets(name, a[name], b[name], scores, tolerance, clean)
+
+
+def by_expert(indices: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts [s,k] and their weights, experts ascending."""
+    order = indices.argsort(dim=1, stable=True)
+    return indices.gather(1, order), weights.gather(1, order)
+
+
+def compare_weights(name: str, a: dict, b: dict, tolerance: float, clean: int) -> Compared:
+    """gate_weights of the tokens that have the same experts, in whatever order each side lists them."""
+    indices = name.replace("gate_weights", "gate_indices")
+    shapes = {side[key].shape if key in side else None for side in (a, b) for key in (name, indices)}
+    if len(shapes) > 1 or len(a[name].shape) != 2:
+        return compare_values(name, a[name], b[name], tolerance, clean)
+    (experts, ours), (other_experts, theirs) = (by_expert(side[indices], side[name]) for side in (a, b))
+    alike = (experts == other_experts).all(dim=1, keepdim=True)
+    if not alike.any():
+        return Compared(name, math.nan, math.nan, tolerance, None, NO_TOKEN)
+    # weights of other experts say nothing; the other side's in their place keep the rows' numbers
+    return compare_values(name, torch.where(alike, ours, theirs), theirs, tolerance, clean)
+
+
 def compare_in_order(a: dict, b: dict, shared: list[str]) -> list[Compared]:
-    exact = not any(t.dtype in (torch.bfloat16, torch.float16) for t in (*a.values(), *b.values()))
+    # from the first tensor in half precision on, on either side, all that follows is computed from such
+    half = min((trace_place(name) for side in (a, b) for name, tensor in side.items() if trace_place(name)
+                and tensor.dtype in (torch.bfloat16, torch.float16)), default=(1 << 31, 0))
     tokens = len(a["tokens"])
     found, clean = [], tokens       # tokens before the first near tie
     for name in shared:
-        kind = re.sub(r"layers\.\d+\.", "", name)
-        ours, theirs, tolerance = a[name], b[name], trace_tolerance(exact, trace_place(name)[0])
+        kind, place = re.sub(r"layers\.\d+\.", "", name), trace_place(name)
+        tolerance = trace_tolerance(place < half, place[0])
         if kind in TRACE_SETS:
-            scores = b.get(name.removesuffix(kind) + TRACE_SETS[kind])
-            found.append(compare_sets(name, ours, theirs, scores, tolerance, clean))
-            clean = min(clean, found[-1].row) if found[-1].result == TIES else clean
-            continue
-        indices = name.replace("gate_weights", "gate_indices")
-        if indices != name and indices in shared and a[indices].shape == b[indices].shape == ours.shape:
-            alike = (a[indices] == b[indices]).all(dim=1)   # weights of other experts say nothing
-            ours, theirs = ours[alike], theirs[alike] if theirs.shape == a[name].shape else theirs
-        rows = len(ours) if ours.ndim > 1 else 1
-        found.append(compare_values(name, ours, theirs, tolerance, clean * rows // tokens))
+            found.append(compare_choices(name, kind, a, b, tolerance, clean))
+            clean = min(clean, found[-1].row) if found[-1].result in (TIES, NO_SCORES) else clean
+        elif kind == "ffn.gate_weights":
+            found.append(compare_weights(name, a, b, tolerance, clean))
+        else:
+            rows = len(a[name]) if a[name].ndim > 1 else 1
+            found.append(compare_values(name, a[name], b[name], tolerance, clean * rows // tokens))
     return found
 
 
@@ -8787,8 +8858,11 @@ def compare_traces(a: dict, b: dict, names: typing.Sequence[str]) -> Report:
         rows=[[c.name, f"{c.largest:.1e}", f"{c.relative:.1e}", f"{c.tolerance:.1e}",
                "" if c.row is None else str(c.row), c.result] for c in found],
         verdict=verdict, healthy=healthy,
-        blind="a mistake that both engines share, whatever no tensor was stored for, and errors below the "
-              "tolerances, which in bf16 are wide",
+        blind=("which rows the indexer chooses where its scores were left out, "
+               if any(c.result == NO_SCORES for c in found) else "")
+              + "a mistake that both engines share, whatever no tensor was stored for, errors below the "
+              "tolerances, which in bf16 are wide, and decoding and chunk state unless one was written in "
+              "chunks (--chunk)",
         data={"tensors": [c._asdict() for c in found]})
 
 
@@ -8797,26 +8871,42 @@ def shortened(names: list[str], most: int = 6) -> str:
     return ", ".join(sorted(names)[:most]) + more
 
 
-def judge_traces(found: list[Compared]) -> tuple[bool, str]:
+def judge_traces(found: list[Compared]) -> tuple[typing.Optional[bool], str]:
     """The first tensor that differs; what near ties explain is told, and excused."""
     first = next((i for i, c in enumerate(found) if c.result.startswith(DIFFERS)), len(found))
-    verdict = f"All {first} tensors agree."
+    left = [c for c in found[:first] if c.result in (NO_SCORES, NO_TOKEN)]
+    which = f"{first - len(left)} tensors" + (" that can be judged" if left else "")
+    verdict = f"All {which} agree."
     if first < len(found):
         name, row = found[first].name, found[first].row
         where = "" if row is None else f", from row {row} on"
-        verdict = (f"First difference: {name}{where}; it is {TRACE[re.sub(r'layers.[0-9]+.', '', name)]}.\n"
-                   f"The {first} tensors before it agree.")
+        reason = found[first].result.removeprefix(DIFFERS)
+        verdict = (f"First difference: {name}{where}{reason}; it is "
+                   f"{TRACE[re.sub(r'layers.[0-9]+.', '', name)]}.\n"
+                   f"Before it {which} agree.")
     ties = [c for c in found[:first] if c.result == TIES]
     behind = [c for c in found[:first] if c.result == BEHIND]
+    for result in (NO_SCORES, NO_TOKEN):
+        names = [c.name for c in left if c.result == result]
+        verdict += f"\nIn {shortened(names)}: {result}." if names else ""
     if ties:
         row = min(c.row for c in ties)
         names = shortened([c.name for c in ties])
         verdict += f"\nOther choices at near ties, as rounding makes them, in {names}, from token {row} on."
     if behind:
         worst = max(c.relative for c in behind)
-        verdict += (f" {len(behind)} tensors differ behind those, by up to {worst:.0e}: a fault of that size "
-                    f"which shows only from token {row} on would hide there.")
-    return first == len(found), verdict
+        row = min(c.row for c in found[:first] if c.result in (TIES, NO_SCORES))
+        verdict += (f" {len(behind)} tensors differ behind other choices, by up to {worst:.0e}: a fault of "
+                    f"that size which shows only from token {row} on would hide there.")
+    return False if first < len(found) else None if left else True, verdict
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path):
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except Exception as error:      # the library's own class is a plain Exception
+        raise ValueError(f"{path} cannot be written ({str(error).splitlines()[0]}): make room, or choose "
+                         "another place") from None
 
 
 def write_trace(args: argparse.Namespace, path: str) -> Report:
@@ -8825,11 +8915,13 @@ def write_trace(args: argparse.Namespace, path: str) -> Report:
         raise ValueError(f"{path} is there already: remove it, or choose another name")
     if not os.path.isdir(folder):
         raise ValueError(f"{folder} is no folder: make it, or choose another name for the trace")
+    if args.chunk is not None and args.chunk < 1:
+        raise ValueError(f"--chunk is {args.chunk}: a pass takes 1 token or more")
     question = question_of(args)
     mode = {"dtype": torch.float32, "round_trips": ()} if args.exact else {}
     engine, _ = generate.load_model(args.ckpt_path, max_seq_len=len(question.ids), max_batch_size=1, **mode)
-    tensors = trace_of(engine, torch.tensor([question.ids]))
-    save_file(tensors, path, metadata={"format": "pt"})
+    tensors = trace_of(engine, torch.tensor([question.ids]), args.chunk)
+    write_tensors(tensors, path)
     rows = []
     for kind, meaning in TRACE.items():
         layers = [name for name in tensors if re.sub(r"layers\.\d+\.", "", name) == kind]
@@ -8843,7 +8935,8 @@ def write_trace(args: argparse.Namespace, path: str) -> Report:
         columns=["tensor", "layers", "dtype", "what it is"], rows=rows, healthy=None,
         verdict=f"{len(tensors)} tensors are in {path}. Feed another engine its `tokens`, write what that "
                 f"computes under the same names, then: trace {path} OTHER",
-        blind="whether any of it is right: it is one engine's word",
+        blind="whether any of it is right: it is one engine's word"
+              + ("" if args.chunk else "; decoding and chunk state: all was one pass (--chunk 1 decodes)"),
         data={"file": path, "tensors": {name: list(t.shape) for name, t in tensors.items()}})
 
 
@@ -8852,14 +8945,16 @@ def write_trace(args: argparse.Namespace, path: str) -> Report:
             "two, of any engines: they are compared"},
      prompt={"metavar": "TEXT", "help": PROMPT_HELP},
      exact={"action": "store_true", "help": "write fp32 without round trips, to compare structure closely; "
-            "without it as the model runs, where rounding hides errors of some percent"})
+            "without it as the model runs, where rounding hides errors of some percent"},
+     chunk={"type": int, "metavar": "N", "help": "write what passes of N tokens compute, 1: decoding; beside "
+            "a trace of one pass it shows faults of the state in between (default: one pass)"})
 def trace(args: argparse.Namespace) -> Report:
     if len(args.FILES) == 1:
         return write_trace(args, args.FILES[0])
     if len(args.FILES) > 2:
         raise ValueError(f"{len(args.FILES)} files: one is written, two are compared")
-    if args.prompt is not None or args.exact:
-        raise ValueError("two files are compared as they are: leave --prompt and --exact out")
+    if args.prompt is not None or args.exact or args.chunk is not None:
+        raise ValueError("two files are compared as they are: leave --prompt, --exact and --chunk out")
     return compare_traces(*map(load_trace, args.FILES), args.FILES)
 
 
@@ -8975,7 +9070,8 @@ def test_trace_sets_and_near_ties():
     wrong = result([[0, 1], [0, 1]], [[0, 1], [0, 2]])
     assert wrong.result == DIFFERS and wrong.row == 1
     assert result([[0, 1], [0, 1]], [[0, 1], [0, 2]], clean=1).result == TIES       # behind a tie in token 0
-    assert result([[0, 1], [0, 1]], [[0, 2], [0, 1]], scores=None).result == DIFFERS
+    assert result([[0, 1], [0, 1]], [[0, 2], [0, 1]], scores=None).result == NO_SCORES
+    assert result([[0, 1], [0, 1]], [[0, 1], [0, -1]], scores=None).result == DIFFERS
     assert result([[0, 1], [0, 1]], [[0, 1], [0, -1]]).result == DIFFERS            # fewer are chosen
 
 
@@ -8997,13 +9093,131 @@ def test_trace_that_does_not_fit():
         compare_traces(ours, {"tokens": ours["tokens"], "q": q}, ("a", "b"))
 
 
+def test_trace_of_experts_in_another_order():
+    """Healthy: each token's experts in another order. Planted: in that order, route_scale left out."""
+    healthy = box_trace()
+    flipped = healthy | {name: tensor.flip(1) for name, tensor in healthy.items() if "ffn.gate_" in name
+                         and "scores" not in name}
+    report = compare_traces(flipped, healthy, ("a", "b"))
+    assert report.healthy and {row["result"] for row in report.data["tensors"]} == {SAME}
+    scaled = {name: tensor / 1.5 if "gate_weights" in name else tensor for name, tensor in flipped.items()}
+    report = compare_traces(scaled, healthy, ("a", "b"))
+    assert report.healthy is False and "First difference: layers.0.ffn.gate_weights" in report.verdict
+    other = healthy["layers.0.ffn.gate_indices"] + 1
+    a, b = ({"tokens": healthy["tokens"], "layers.0.ffn.gate_indices": indices,
+             "layers.0.ffn.gate_weights": healthy["layers.0.ffn.gate_weights"]}
+            for indices in (other, other + 1000))
+    assert compare_in_order(a, b, ["layers.0.ffn.gate_weights"])[0].result == NO_TOKEN
+
+
+def test_trace_without_index_scores(monkeypatch):
+    """Healthy: another choice in traces so long that scores are left out is no fault, and no clearance.
+    Planted: one that moves what follows, or chooses fewer rows, is found all the same."""
+    monkeypatch.setattr(sys.modules[__name__], "TRACE_SCORES", 0)
+    whole = trace_of(exact_box(), box_question())
+    name = next(name for name in whole if name.endswith("attn.topk"))
+    assert not any("index_scores" in name for name in whole)
+    chosen = whole[name].clone()
+    last = set(range(box_question().size(1) // 4)) - set(chosen[-1].tolist())
+    chosen[-1, 0] = min(last)
+    report = compare_traces(whole | {name: chosen}, whole, ("a", "b"))
+    assert report.healthy is None and f"In {name}: {NO_SCORES}" in report.verdict
+    assert "which rows the indexer chooses" in report.blind
+    after = name.replace("topk", "o")
+    report = compare_traces(whole | {name: chosen, after: 2 * whole[after]}, whole, ("a", "b"))
+    assert report.healthy is False and f"First difference: {after}" in report.verdict
+    chosen[-1, 0] = -1
+    report = compare_traces(whole | {name: chosen}, whole, ("a", "b"))
+    assert report.healthy is False and f"First difference: {name}" in report.verdict
+
+
+def test_trace_tolerance_is_each_tensors_own():
+    """Planted: an error of 1e-3 in fp32; a bf16 tensor that is not compared, or a later one, hides none."""
+    q = "layers.0.attn.q"
+    healthy = {name: box_trace()[name] for name in ("tokens", q, "logits")}
+    wrong = healthy | {q: healthy[q] * 1.001}
+    for more in ({"note": torch.zeros(1, dtype=torch.bfloat16)}, {"logits": healthy["logits"].bfloat16()}):
+        assert compare_traces(healthy | more, healthy, ("a", "b")).healthy
+        assert compare_traces(wrong | more, healthy, ("a", "b")).healthy is False
+    rounded = {name: tensor.bfloat16() if name == q else tensor for name, tensor in wrong.items()}
+    rounded["logits"] = 1.001 * healthy["logits"]       # computed from a tensor in bf16
+    assert compare_traces(rounded, healthy, ("a", "b")).healthy
+
+
+def test_trace_says_nan():
+    q = "layers.0.attn.q"
+    nan = {name: box_trace()[name] for name in ("tokens", q)}
+    nan[q] = nan[q].clone()
+    nan[q][5, 0, :2] = math.nan
+    report = compare_traces(nan, nan, ("a", "b"))
+    assert report.healthy is False and f"{q}, from row 5 on: NaN, 2 in the first and 2" in report.verdict
+
+
+def test_trace_reads_foreign_files(tmp_path):
+    """Healthy: any width of integers, FP8. Planted: rows numbered from the window's end; huge numbers."""
+    topk = next(name for name in box_trace() if name.endswith("attn.topk"))
+    kv = "layers.0.attn.kv"
+    coarse = box_trace()[kv].to(torch.float8_e4m3fn)
+    a = {"tokens": box_trace()["tokens"].int(), topk: box_trace()[topk].short(), kv: coarse}
+    b = {"tokens": box_trace()["tokens"], topk: box_trace()[topk].long(), kv: coarse.bfloat16()}
+    a["layers.0.ffn.gate_indices"] = box_trace()["layers.0.ffn.gate_indices"].to(torch.uint16)
+    b["layers.0.ffn.gate_indices"] = box_trace()["layers.0.ffn.gate_indices"]
+    save_file(a, tmp_path / "a")
+    save_file(b, tmp_path / "b")
+    code, out, _ = lab_output("trace", tmp_path / "a", tmp_path / "b")
+    assert code == 0, out
+    for added in (len(a["tokens"]), 1 << 40):
+        save_file(b | {topk: torch.where(b[topk] < 0, -1, b[topk] + added)}, tmp_path / "c")
+        code, out, _ = lab_output("trace", tmp_path / "a", tmp_path / "c")
+        assert code == 1 and "in the second, numbers from 0 are below" in out
+
+
+def test_trace_in_chunks_shows_faults_of_the_state(monkeypatch, tmp_path):
+    """Planted: a fault that one pass cannot have. Healthy: chunks beside one pass."""
+    whole, chunks, broken = (tmp_path / name for name in ("whole", "chunks", "broken"))
+    code, out, _ = lab_output("trace", whole, "--exact")
+    assert code == 0 and "decoding and chunk state" in out
+    code, out, _ = lab_output("trace", chunks, "--exact", "--chunk", "50")
+    assert code == 0 and "decoding and chunk state" not in out
+    assert lab_output("trace", chunks, whole)[0] == 0
+    TRAPS["decode's window offset one off"](exact_box(), monkeypatch)
+    lab_output("trace", broken, "--exact", "--chunk", "50")
+    code, out, _ = lab_output("trace", broken, whole)
+    assert code == 1 and "First difference: layers.0.attn.o" in out
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file of this process may grow beyond 10,000 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("argv", [["trace", "out", "--prompt", "hi"], ["sharpen", "--tokens", "8"]])
+def test_trace_and_sharpen_on_a_full_disk(monkeypatch, tmp_path, argv):
+    monkeypatch.chdir(tmp_path)
+    with full_disk():
+        code, _, error = lab_output(*argv)
+    assert code == 2 and "cannot be written" in error and len(error.splitlines()) == 1
+
+
 @pytest.mark.parametrize("argv, said", [
-    (["a", "b", "a"], "3 files"), (["a", "a", "--exact"], "leave --prompt and --exact out"),
+    (["a", "b", "a"], "3 files"), (["a", "a", "--exact"], "leave --prompt, --exact"),
+    (["a", "a", "--chunk", "1"], "and --chunk out"), (["b", "--chunk", "0"], "--chunk is 0"),
     (["a", "absent"], "is not there"), (["a", "text"], "is no safetensors file"),
-    (["a", "bare"], "has no tensor `tokens`"), (["a"], "is there already"), (["no/where"], "is no folder")])
+    (["a", "bare"], "has no tensor `tokens`"), (["a", "mask"], "is bool: store floats"),
+    *((["a", name], "must be a list [s]") for name in ("scalar", "empty", "real")),
+    (["a"], "is there already"), (["no/where"], "is no folder")])
 def test_trace_bad_input(monkeypatch, tmp_path, argv, said):
     save_file({"tokens": torch.zeros(3, dtype=torch.int64)}, tmp_path / "a")
     save_file({"x": torch.zeros(3)}, tmp_path / "bare")
+    for name, tokens in (("scalar", torch.tensor(5)), ("empty", torch.zeros(0).long()),
+                         ("real", torch.ones(3)), ("mask", torch.ones(3).bool())):
+        save_file({"tokens": tokens}, tmp_path / name)
     (tmp_path / "text").write_text("no tensors")
     monkeypatch.chdir(tmp_path)
     code, _, error = lab_output("trace", *argv)
@@ -9015,22 +9229,27 @@ def test_trace_bad_input(monkeypatch, tmp_path, argv, said):
 SHARPER = 8     # a power of two: every stored number and every FP8 scale keeps its mantissa
 
 
-def sharpen_checkpoint(folder: str, out: str) -> str:
-    """A copy whose attended rows are 8 times as long: attention's logits x8. wo_a takes the 8 out of the
-    values again. The indexer's keys stay: their length moves no choice."""
+def sharpen_checkpoint(folder: str, out: str, sharper: int = SHARPER) -> str:
+    """A copy under plain names whose attended rows are `sharper` times as long, and with them attention's
+    logits. wo_a takes it out of the values again. The indexer's keys stay: their length moves no choice."""
+    files = convert.published_files(folder)
+    if not files:
+        raise ValueError(f"{folder} holds no published *.safetensors, and a converted checkpoint cannot be "
+                         "sharpened: give the folder that it was converted from")
     os.makedirs(out, exist_ok=True)
     shutil.copy(os.path.join(folder, "config.json"), out)
-    for shard in sorted(Path(folder).glob("model*.safetensors")):
-        tensors = load_file(shard)
+    for i, file in enumerate(files, 1):
+        tensors = {name: stored.tensor() for name, stored in convert.read_files([file]).items()}
         for name, tensor in tensors.items():
             if name.endswith((".attn.kv_norm.weight", ".attn.compressor.norm.weight")):
-                tensors[name] = tensor * SHARPER
+                tensors[name] = tensor * sharper
             elif name.endswith(".attn.wo_a.scale") and tensor.dtype == torch.float8_e8m0fnu:
-                tensors[name] = (tensor.view(torch.uint8) - 3).view(tensor.dtype)       # an exponent each
+                exponents = tensor.view(torch.uint8) - (sharper.bit_length() - 1)
+                tensors[name] = exponents.view(tensor.dtype)
             elif name.endswith(".attn.wo_a.scale") or name.endswith(".attn.wo_a.weight") and tensor.dtype in (
                     torch.bfloat16, torch.float32):
-                tensors[name] = tensor / SHARPER
-        save_file(tensors, os.path.join(out, shard.name), metadata={"format": "pt"})
+                tensors[name] = tensor / sharper
+        write_tensors(tensors, os.path.join(out, f"model-{i:05}-of-{len(files):05}.safetensors"))
     return out
 
 
@@ -9214,12 +9433,23 @@ def study_row(name: str, study: LayerStudy) -> list[str]:
             f"{study.end_to_end:.1e}", "BUG" if study.fault else ""]
 
 
+def unreached_parts(args: model.ModelArgs, tokens: int) -> str:
+    """What of the model so few tokens leave unused, for Report.blind."""
+    ratios = sorted(set(args.compress_ratios[:args.n_layers]) - {0})
+    parts = [f"rows of ratio {ratio} ({tokens} tokens complete none)" for ratio in ratios if tokens < ratio]
+    if 4 in ratios and tokens // 4 <= args.index_topk:
+        parts.append(f"the indexer's choice (all of {tokens // 4} rows are chosen, index_topk is "
+                     f"{args.index_topk})")
+    return "".join(part + ", " for part in parts)
+
+
 def compare_sharpened(folder: str, tokens: int, breaks=None) -> Report:
     """The engine on a checkpoint and on its sharpened copy, round trips off and on."""
     args = model.ModelArgs.from_config(generate.config_of(folder, None))
     ids = random_tokens(tokens, args.vocab_size)
     with tempfile.TemporaryDirectory(prefix="parity-") as out:
-        folders = {"plain": folder, "x8": sharpen_checkpoint(folder, out)}
+        folders = {name: sharpen_checkpoint(folder, os.path.join(out, name), sharper)
+                   for name, sharper in (("plain", 1), ("x8", SHARPER))}
         # trained attention is sharper than random; an error of a logit x8 is 8 times the error
         limits = {"plain": 5 * EXACT, "x8": 5 * SHARPER * EXACT}
         found = {name: [study for trips in ((), model.ROUND_TRIPS)
@@ -9233,7 +9463,8 @@ def compare_sharpened(folder: str, tokens: int, breaks=None) -> Report:
         columns=["weights", "round trips", "layer (ratio)", "same input and roundings", "same input",
                  "roundings apart", "tokens exposed", "tokens apart", "end to end", ""],
         rows=rows, verdict=verdict, healthy=healthy,
-        blind=f"decoding and chunks (one pass), bf16, the Triton kernels, and {SHARED_BLIND}",
+        blind=f"{unreached_parts(args, tokens)}decoding and chunks (one pass), bf16, the Triton kernels, and "
+              f"{SHARED_BLIND}",
         data={"tokens": tokens, "layers": [{"weights": name} | study._asdict()
                                            for name, studies in found.items() for study in studies]})
 
@@ -9313,9 +9544,33 @@ def test_sharpen_by_hand():
     assert wrong([1, 1, 1, 0], [1, 0, 0, 1]) == 2       # too many; one that is not visible
 
 
-@pytest.mark.parametrize("argv, said", [(["--tokens", "0"], "--tokens is 0"),
-                                        (["--ckpt-path", "/no/where"], "/no/where")])
-def test_sharpen_bad_input(argv, said):
+def test_sharpen_names_what_its_prompt_does_not_reach():
+    args = model.ModelArgs.from_config(generate.config_of(BOX, None))
+    assert unreached_parts(args, 4 * (args.index_topk + 1) + 128) == ""
+    assert "the indexer's choice" in unreached_parts(args, 4 * args.index_topk + 3)
+    few = compare_sharpened(BOX, 3).blind
+    assert "rows of ratio 4 (3" in few and "rows of ratio 128 (3" in few and "the indexer's choice" in few
+
+
+def test_sharpen_reads_the_other_names(tmp_path):
+    shutil.copy(os.path.join(BOX, "config.json"), tmp_path)
+    tensors = load_file(os.path.join(BOX, "model.safetensors"))
+    save_file({in_other_name_space(name): tensor for name, tensor in tensors.items() if not is_mtp(name)},
+              tmp_path / "weights.safetensors")
+    report = compare_sharpened(str(tmp_path), 8)
+    assert report.healthy, report.verdict
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--tokens", "0"], "--tokens is 0"), (["--ckpt-path", "/no/where"], "/no/where"),
+    (["--ckpt-path", "cut"], "is cut or damaged"), (["--ckpt-path", "ranks"], "give the folder that it was")])
+def test_sharpen_bad_input(monkeypatch, tmp_path, argv, said):
+    monkeypatch.chdir(tmp_path)
+    for name, file in (("cut", "model.safetensors"), ("ranks", "model0-mp1.safetensors")):
+        os.mkdir(name)
+        shutil.copy(os.path.join(BOX, "config.json"), name)
+        shutil.copy(os.path.join(BOX, "model.safetensors"), os.path.join(name, file))
+    os.truncate("cut/model.safetensors", 100_000)
     code, _, error = lab_output("sharpen", *argv)
     assert code == 2 and said in error and len(error.splitlines()) == 1
 
