@@ -6407,7 +6407,7 @@ def copy_report(args: argparse.Namespace) -> Report:
                   "first.\nInside the window: all of the secret is still in it while the answer says it.",
                   ["distance asked (true)", "n", "exact match", "first wrong token", "for example"], table,
                   verdict, "a mistake that training made, too; what layers carry on from window to window; "
-                  "what is kept from token to token, but while it answers; other words than these", healthy,
+                  "what is kept from token to token, except while it answers; other words than these", healthy,
                   {"window": config.window_size, "inside": inside, "beyond": beyond})
 
 
@@ -6874,12 +6874,11 @@ def test_a_context_of_no_length(tmp_path, command):
     flags = command, "--ckpt-path", askable(tmp_path / "short", max_position_embeddings=40)
     code, _, error = lab_output(*flags)
     assert code == 2 and "max_position_embeddings is 40: too short to ask anything" in error
-    config = json.loads((tmp_path / "short" / "config.json").read_text())
-    for none in (None, "missing"):
-        config["max_position_embeddings"] = none
-        if none:
-            del config["max_position_embeddings"]
-        (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "short" / "config.json"
+    config = json.loads(path.read_text())
+    del config["max_position_embeddings"]
+    for unsaid in ({}, {"max_position_embeddings": None}):
+        path.write_text(json.dumps(config | unsaid))
         assert subject_of(str(tmp_path / "short")).longest == generate.DEFAULT_CONTEXT - ANSWER
 
 
