@@ -6407,8 +6407,8 @@ def copy_report(args: argparse.Namespace) -> Report:
                   "first.\nInside the window: all of the secret is still in it while the answer says it.",
                   ["distance asked (true)", "n", "exact match", "first wrong token", "for example"], table,
                   verdict, "a mistake that training made, too; what layers carry on from window to window; "
-                  "what is kept from token to token, except while it answers; other words than these", healthy,
-                  {"window": config.window_size, "inside": inside, "beyond": beyond})
+                  "what is kept from token to token, except while it answers; other words than these",
+                  healthy, {"window": config.window_size, "inside": inside, "beyond": beyond})
 
 
 def copy_row(engine, tokenizer, distance: int, prompts: list[Planted]) -> dict:
