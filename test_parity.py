@@ -55,6 +55,7 @@ import textwrap
 import time
 import types
 import typing
+import xml.dom.minidom
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")         # read when torch is imported; see generate.py
@@ -6105,16 +6106,17 @@ class LabCommand(typing.NamedTuple):
     run: typing.Callable        # parsed arguments -> Report
     help: str
     arguments: dict[str, dict]  # flag -> the keywords of add_argument
+    draws: bool                 # whether its reports have heat maps
 
 
 LAB: dict[str, LabCommand] = {}
-SHADES = " ░▒▓█"
+SHADES, ASCII_SHADES = " ░▒▓█", " .+*#"
 
 
-def lab(name: str, help: str, **arguments: dict):
+def lab(name: str, help: str, draws: bool = False, **arguments: dict):
     """Registers a lab command; `arguments` are its flags (some_flag: --some-flag; in capitals: a place)."""
     def register(run):
-        LAB[name] = LabCommand(run, help, arguments)
+        LAB[name] = LabCommand(run, help, arguments, draws)
         return run
     return register
 
@@ -6131,21 +6133,44 @@ def add_lab_parser(commands, name: str, command: LabCommand):
 
 def run_lab(args: argparse.Namespace) -> int:
     """Prints the report; exit code 1 where a fault was found, 2 where the question cannot be asked."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")    # an answer may have letters that the terminal lacks
     try:
-        report = LAB[args.command].run(args)
         if args.svg:
-            if not report.heat:
-                raise ValueError(f"{args.command} has no heat map to draw; leave --svg out")
-            Path(args.svg).write_text(svg_of(report.heat), encoding="utf-8")
+            check_svg(args.command, args.svg)
+        report = LAB[args.command].run(args)
+        if args.json:
+            print(json.dumps(finite({"question": report.question, "healthy": report.healthy,
+                                     "verdict": report.verdict, "blind": report.blind} | report.data)))
+        else:
+            print_report(report)
+        if args.svg:
+            write_svg(report, args.svg)
+    except KeyboardInterrupt:
+        print(f"\n{args.command}: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"{args.command}: {generate.describe(error)}", file=sys.stderr)
         return 2
-    if args.json:
-        print(json.dumps(finite({"question": report.question, "healthy": report.healthy,
-                                 "verdict": report.verdict, "blind": report.blind} | report.data)))
-    else:
-        print_report(report)
     return int(report.healthy is False)
+
+
+def check_svg(command: str, path: str):
+    """Before a run that may take long: ValueError where its heat maps cannot be drawn."""
+    if not LAB[command].draws:
+        raise ValueError(f"{command} has no heat map to draw; leave --svg out")
+    place = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(place, os.W_OK):
+        raise ValueError(f"--svg {path}: no file can be written there; name another")
+
+
+def write_svg(report: Report, path: str):
+    if not report.heat:
+        raise ValueError("this run has no heat map to draw; the report is whole, leave --svg out")
+    try:
+        Path(path).write_text(svg_of(report.heat), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--svg {path}: {error.strerror}; the report is whole, name another file") from None
 
 
 def finite(value: typing.Any) -> typing.Any:
@@ -6157,18 +6182,28 @@ def finite(value: typing.Any) -> typing.Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def shades() -> str:
+    """From 0 to 1, in signs that the output's encoding has."""
+    try:
+        SHADES.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return ASCII_SHADES
+    return SHADES
+
+
 def print_report(report: Report):
     print(report.question + "\n")
     table = [report.columns, ["---"] * len(report.columns), *report.rows] if report.rows else []
     for row in table:
         print("| " + " | ".join(row) + " |")
+    levels = shades()
     for heat in report.heat:
         print(f"\n{heat.title}")
         left = max(map(len, heat.rows))
         wide = max(map(len, heat.columns))
         print(" " * left, *(column.rjust(wide) for column in heat.columns))
         for name, values in zip(heat.rows, heat.values):
-            cells = ("?" * wide if v is None else SHADES[round(v * (len(SHADES) - 1))] * wide for v in values)
+            cells = ("?" * wide if v is None else levels[round(v * (len(levels) - 1))] * wide for v in values)
             print(name.rjust(left), *cells)
     print(f"\n{report.verdict}\nIt cannot see: {report.blind}")
 
@@ -6236,7 +6271,8 @@ class Subject(typing.NamedTuple):
     tokenizer: typing.Any
     args: model.ModelArgs
     trained: int        # the length it was trained for, before YaRN stretched it
-    longest: int        # the longest prompt it has positions for, an answer included
+    longest: int        # the longest prompt it has positions for, beside an answer
+    shortest: int       # the longest prompt of those without filler
 
 
 def subject_of(ckpt_path: str) -> Subject:
@@ -6247,13 +6283,25 @@ def subject_of(ckpt_path: str) -> Subject:
     tokenizer = generate.load_tokenizer(ckpt_path)
     if tokenizer is None:
         raise ValueError(f"{ckpt_path} has no tokenizer.json; nothing can be asked without: copy it")
-    longest = config.get("max_position_embeddings", generate.DEFAULT_CONTEXT)
-    return Subject(tokenizer, args, args.original_seq_len or longest, longest - ANSWER)
+    longest = max(generate.default_context(config), config.get("max_position_embeddings") or 0)
+    shortest = max(len(planted(tokenizer, 0, 0, random.Random(seed)).prompt) for seed in range(8))
+    if longest < shortest + ANSWER:
+        raise ValueError(f"max_position_embeddings is {longest}: too short to ask anything, a question and "
+                         f"its answer take {shortest + ANSWER} tokens; correct the config")
+    return Subject(tokenizer, args, args.original_seq_len or longest, longest - ANSWER, shortest)
 
 
 def lab_engine(ckpt_path: str, tokens: int) -> model.Transformer:
-    """The engine as generate.py runs it, with room for a prompt of so many tokens and its answer."""
-    return generate.load_model(ckpt_path, max_seq_len=tokens + ANSWER, max_batch_size=1)[0]
+    """The engine as generate.py runs it, with room for a prompt of so many tokens and its answer.
+
+    It raises ValueError where its logits are not finite: an answer would mean nothing."""
+    engine = generate.load_model(ckpt_path, max_seq_len=tokens + ANSWER, max_batch_size=1)[0]
+
+    def check(head, args, logits):
+        if not logits.isfinite().all():
+            raise ValueError("the model's logits are not finite: run audit")
+    engine.head.register_forward_hook(check)
+    return engine
 
 
 class Indexed:
@@ -6269,13 +6317,15 @@ class Indexed:
 
 @contextlib.contextmanager
 def watched_indexers(engine: model.Transformer, first: int):
-    """Yields {layer: Indexed} and fills it, for queries at positions from `first` on."""
+    """Yields {layer: Indexed} and fills it, for queries at positions from `first` on.
+
+    ValueError where scores of rows that a query may see are not finite."""
     seen = {attn.layer_id: Indexed() for attn in attentions(engine, 4)}
-    now = types.SimpleNamespace(layer=None, start=0, scored=0)
+    now = types.SimpleNamespace(layer=None, number=0, start=0, scored=0)
     round_index, index_score = model.round_index, model.index_score
 
     def enter(layer, indexer, args):
-        now.layer, now.start, now.scored = seen[layer], args[2], args[2]
+        now.layer, now.number, now.start, now.scored = seen[layer], layer, args[2], args[2]
 
     def leave(indexer, args, output):
         rows = torch.where(output[0] < 0, -1, output[0] - args[3])
@@ -6290,6 +6340,8 @@ def watched_indexers(engine: model.Transformer, first: int):
 
     def on_index_score(q, k, weights, visible):
         scores = index_score(q, k, weights, visible)
+        if (scores.isnan() | (scores == math.inf)).any():
+            raise ValueError(f"layer {now.number}'s index scores are not finite: run audit")
         skipped = max(first - now.scored, 0)
         now.scored += q.size(1)
         now.layer.scores.extend(scores[0, skipped:].clone())
@@ -6337,7 +6389,7 @@ DISTANCES = 24, 58, 128, 256, 495, 700, 1500
      distance=dict(metavar="N,N", help="tokens from secret to answer (default: 24 to 1500)"),
      samples=dict(type=int, default=8, help="prompts for each distance (default: 8)"))
 def copy_report(args: argparse.Namespace) -> Report:
-    tokenizer, config, _, longest = subject_of(args.ckpt_path)
+    tokenizer, config, _, longest, _ = subject_of(args.ckpt_path)
     shortest = [planted(tokenizer, 0, 0, random.Random(seed)) for seed in range(8)]
     least = max(asked.distance for asked in shortest)
     most = longest + least - max(len(asked.prompt) for asked in shortest)
@@ -6350,13 +6402,15 @@ def copy_report(args: argparse.Namespace) -> Report:
     beyond = [row for row in results if row["reach"] > config.window_size]
     edge = [f"~~~ the window ends: {config.window_size} tokens ~~~", "~", "~", "~", "~"]
     table = [*map(copy_line, inside), edge, *map(copy_line, beyond)]
-    verdict, healthy = copy_verdict(inside, beyond)
+    reach = max(asked.distance + len(asked.said) for asked in shortest)
+    nearest = least if reach <= config.window_size else None
+    verdict, healthy = copy_verdict(inside, beyond, config.compress_ratios[:config.n_layers], nearest)
     return Report("Does it copy a secret? Distance: the tokens between the secret's last and the answer's "
                   "first.\nInside the window: all of the secret is still in it while the answer says it.",
                   ["distance asked (true)", "n", "exact match", "first wrong token", "for example"], table,
                   verdict, "a mistake that training made, too; what layers carry on from window to window; "
-                  "other words than these", healthy,
-                  {"window": config.window_size, "inside": inside, "beyond": beyond})
+                  "what is kept from token to token, except while it answers; other words than these",
+                  healthy, {"window": config.window_size, "inside": inside, "beyond": beyond})
 
 
 def copy_row(engine, tokenizer, distance: int, prompts: list[Planted]) -> dict:
@@ -6377,17 +6431,28 @@ def copy_line(row: dict) -> list[str]:
             ", ".join(f"the {at}. in {n}" for at, n in sorted(wrong.items())) or "none", example]
 
 
-def copy_verdict(inside: list[dict], beyond: list[dict]) -> tuple[str, bool]:
-    near_lost, far_lost = ([row["distance"] for row in rows if row["exact_match"] < FINE]
+def copy_verdict(inside: list[dict], beyond: list[dict], ratios: typing.Sequence[int],
+                 nearest: typing.Optional[int]) -> tuple[str, bool]:
+    """The sentence, and whether all came back; nearest: a distance inside the window, if there is one."""
+    near_lost, far_lost = (", ".join(str(row["distance"]) for row in rows if row["exact_match"] < FINE)
                            for rows in (inside, beyond))
     if near_lost:
-        return (f"Lost inside the window already (at {', '.join(map(str, near_lost))}): the far memory is "
-                "not to blame, or not alone. Look elsewhere first: trace.", False)
-    if far_lost:
-        near = "Fine inside the window" if inside else "Not asked inside the window"
-        return (f"{near}, lost beyond it (at {', '.join(map(str, far_lost))}): the compressed rows, or the "
-                "choice among them. Go on with needle.", False)
-    return "It copies wherever it was asked: no memory is lost here.", True
+        return (f"Lost inside the window already (at {near_lost}): the far memory is not to blame, or not "
+                "alone. Look elsewhere first: trace.", False)
+    if not far_lost:
+        return "It copies wherever it was asked: no memory is lost here.", True
+    if not inside:
+        first = (f"Ask for a distance inside the window first: --distance {nearest}." if nearest is not None
+                 else "No question fits into this window. Go on with trace.")
+        return (f"Not asked inside the window, lost beyond it (at {far_lost}): maybe it copies nothing. "
+                f"{first}", False)
+    if not any(ratios):
+        why = "no layer compresses, so none sees beyond its window. Look at compress_ratios in the config."
+    elif 4 not in ratios:
+        why = "the compressed rows, of which no indexer chooses here. Go on with trace."
+    else:
+        why = "the compressed rows, or the choice among them. Go on with needle."
+    return f"Fine inside the window, lost beyond it (at {far_lost}): {why}", False
 
 
 # ---- needle
@@ -6425,14 +6490,14 @@ def sights(engine: model.Transformer, asked: Planted, token: int) -> dict[int, S
 
 
 @lab("needle", "at which prompt lengths and depths is a secret found, and did the indexers choose it?",
+     draws=True,
      lengths=dict(metavar="N,N", help="prompt lengths in tokens (default: 2 to 32 windows, if trained)"),
      depths=dict(metavar="N,N", default=DEPTHS, help=f"0: at the start, 100: at the end (default: {DEPTHS})"),
      samples=dict(type=int, default=2, help="prompts for each length and depth (default: 2)"))
 def needle_report(args: argparse.Namespace) -> Report:
-    tokenizer, config, trained, longest = subject_of(args.ckpt_path)
+    tokenizer, config, trained, longest, least = subject_of(args.ckpt_path)
     if 4 not in config.compress_ratios[:config.n_layers]:
         raise ValueError("this checkpoint has no layer of ratio 4, so no indexer to watch; use copy")
-    least = max(len(planted(tokenizer, 0, 0, random.Random(seed)).prompt) for seed in range(8))
     lengths = whole_numbers("--lengths", args.lengths, least, longest,
                             [n * config.window_size for n in WINDOWS if n * config.window_size < trained])
     depths = whole_numbers("--depths", args.depths, 0, 100)
@@ -6644,14 +6709,23 @@ def selections(source: str, cases: dict[str, IndexCase]) -> list[dict]:
     return found
 
 
-def checkpoint_cases(ckpt_path: str, counts: list[int]):
-    """Yields {layer: IndexCase} for each number of rows that a prompt of this checkpoint can have."""
-    tokenizer, config, _, longest = subject_of(ckpt_path)
-    least = len(planted(tokenizer, 0, 0, random.Random(0)).prompt)
-    lengths = [4 * rows for rows in counts if 2 * least <= 4 * rows <= min(longest, LONGEST_RECORDED)]
-    if 4 not in config.compress_ratios[:config.n_layers] or not lengths:
+def lengths_for(subject: Subject, counts: list[int]) -> tuple[list[int], str]:
+    """The prompts' lengths that give so many rows, and what is left out and why, or nothing."""
+    least, most = -(-subject.shortest // 2), min(subject.longest, LONGEST_RECORDED) // 4
+    if 4 not in subject.args.compress_ratios[:subject.args.n_layers]:
+        return [], "the checkpoint's own vectors: it has no layer of ratio 4, so no indexer"
+    left_out = ", ".join(str(rows) for rows in counts if not least <= rows <= most)
+    return ([4 * rows for rows in counts if least <= rows <= most],
+            f"the checkpoint's own vectors at {left_out} rows: its prompts have {least} to {most}"
+            if left_out else "")
+
+
+def checkpoint_cases(ckpt_path: str, tokenizer, lengths: list[int]):
+    """Yields {layer: IndexCase} for prompts of these lengths."""
+    if not lengths:
         return
     engine = lab_engine(ckpt_path, lengths[-1])
+    least = len(planted(tokenizer, 0, 0, random.Random(0)).prompt)
     for length in lengths:
         before = (length - least) // 4
         asked = planted(tokenizer, before, length - least - before, random.Random(length))
@@ -6659,10 +6733,13 @@ def checkpoint_cases(ckpt_path: str, counts: list[int]):
 
 
 @lab("select", "which rows do index keys in fp32, bf16, fp8 and fp4 choose, and is the needle among them?",
+     draws=True,
      rows=dict(metavar="N,N", default=ROW_COUNTS, help=f"rows to choose from (default: {ROW_COUNTS})"))
 def select_report(args: argparse.Namespace) -> Report:
     counts = whole_numbers("--rows", args.rows, 16, 1 << 17)
-    found = [line for cases in checkpoint_cases(args.ckpt_path, counts)
+    subject = subject_of(args.ckpt_path)
+    lengths, left_out = lengths_for(subject, counts)
+    found = [line for cases in checkpoint_cases(args.ckpt_path, subject.tokenizer, lengths)
              for line in selections("checkpoint", cases)]
     for outliers in (False, True):
         source = "{} channels x{}".format(*OUTLIERS) if outliers else "Gaussian"
@@ -6671,15 +6748,18 @@ def select_report(args: argparse.Namespace) -> Report:
     codes = selections("codes", {"": code_case()})
     table, heats = select_grids(found)
     verdict, healthy = select_verdict(codes, found)
+    blind = ("whether queries and keys themselves are right; other data; a GPU's kernels (vectors are "
+             "scored on the CPU)") + (f"; {left_out}" if left_out else "")
+    if not lengths:
+        verdict += f"\nOf random vectors only. Left out: {left_out}."
     question = ("What do formats of index queries and keys choose? Against float64: error of the scores,\n"
                 "Jaccard of the chosen sets, the needle's rank. +H: Hadamard rotation first. Random\n"
                 "vectors: {heads} heads x {dim}, top {topk}; a needle has {strength} standard deviations\n"
                 "more than other keys along its query's direction. checkpoint: what its indexers had\n"
                 "at the end of a prompt with a needle, mean of the layers.")
     question = question.format(strength=NEEDLE_STRENGTH, **INDEX_SHAPE)
-    return Report(question, ["source", "rows", *INDEX_FORMATS], table, verdict,
-                  "whether queries and keys themselves are right; other data; a GPU's kernels (vectors are "
-                  "scored on the CPU)", healthy, {"codes": codes, "selections": found}, heats)
+    return Report(question, ["source", "rows", *INDEX_FORMATS], table, verdict, blind, healthy,
+                  {"codes": codes, "selections": found}, heats)
 
 
 def select_grids(found: list[dict]) -> tuple[list[list[str]], tuple[Heat, ...]]:
@@ -6748,6 +6828,130 @@ def test_lab_refuses(argv, words):
 def test_lab_needs_a_tokenizer():
     code, _, error = lab_output("copy", "--ckpt-path", fixture("bf16"))
     assert code == 2 and "has no tokenizer.json" in error
+
+
+def askable(folder: Path, **change) -> Path:
+    """A random checkpoint of two layers that has the box's tokenizer; of ratios 0 and 128 unless changed."""
+    vocab = json.loads(Path(BOX, "config.json").read_text())["vocab_size"]
+    config = LAB_SMALL | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "compress_ratios": [0, 128],
+                          "sliding_window": 32, "vocab_size": vocab} | change
+    write_checkpoint(str(folder), config)
+    shutil.copy(os.path.join(BOX, "tokenizer.json"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("ratios, says", [([0, 0], "no layer compresses"), ([0, 128], "no indexer chooses"),
+                                          ([0, 4], "Go on with needle")])
+def test_copy_advises_what_there_is(ratios, says):
+    row = {"distance": 30, "exact_match": 1.0}
+    lost = row | {"exact_match": 0.0}
+    verdict, healthy = copy_verdict([row], [lost], ratios, 17)
+    assert not healthy and says in verdict and ("needle" in verdict) == (4 in ratios)
+    verdict, healthy = copy_verdict([], [lost], ratios, 17)
+    assert not healthy and "--distance 17" in verdict and "needle" not in verdict
+    assert "No question fits" in copy_verdict([], [lost], ratios, None)[0]
+
+
+def test_without_an_indexer(tmp_path, monkeypatch):
+    """copy does not send people to needle, which refuses; select says that it judged random vectors only."""
+    monkeypatch.setitem(globals(), "code_case", functools.partial(code_case, 1024))
+    where = "--ckpt-path", askable(tmp_path / "r128")
+    code, found = lab_result("copy", *where, "--distance", "58", "--samples", "1")
+    assert code == 1 and "Ask for a distance inside the window first" in found["verdict"]
+    assert lab_output("needle", *where)[0] == 2
+    code, found = lab_result("select", *where, "--rows", "64")
+    assert all("no layer of ratio 4" in found[key] for key in ("verdict", "blind"))
+    assert {line["source"] for line in found["selections"]} == {"Gaussian", "4 channels x16"}
+
+
+def test_select_says_which_rows_no_prompt_reaches(monkeypatch):
+    monkeypatch.setitem(globals(), "code_case", functools.partial(code_case, 1024))
+    code, found = lab_result("select", "--rows", "4096")
+    assert code == 0 and all("own vectors at 4096 rows" in found[key] for key in ("verdict", "blind"))
+
+
+@pytest.mark.parametrize("command", ["copy", "needle", "select"])
+def test_a_context_of_no_length(tmp_path, command):
+    """null says nothing about the context; 40 leave no room for a question, which is said."""
+    flags = command, "--ckpt-path", askable(tmp_path / "short", max_position_embeddings=40)
+    code, _, error = lab_output(*flags)
+    assert code == 2 and "max_position_embeddings is 40: too short to ask anything" in error
+    path = tmp_path / "short" / "config.json"
+    config = json.loads(path.read_text())
+    del config["max_position_embeddings"]
+    for unsaid in ({}, {"max_position_embeddings": None}):
+        path.write_text(json.dumps(config | unsaid))
+        assert subject_of(str(tmp_path / "short")).longest == generate.DEFAULT_CONTEXT - ANSWER
+
+
+@pytest.mark.parametrize("argv", [("copy", "--distance", "58", "--samples", "1"), ("select", "--rows", "64"),
+                                  ("needle", "--lengths", "128", "--depths", "0", "--samples", "1")],
+                         ids=lambda argv: argv[0])
+def test_a_nan_sends_to_audit(monkeypatch, argv):
+    """Planted: NaN in the last indexer's keys, then in the norm before the head."""
+    planted_fault(monkeypatch, lambda engine: attentions(engine, 4)[-1].indexer.compressor.norm.weight
+                  .data.fill_(math.nan))
+    code, _, error = lab_output(*argv)
+    if argv[0] != "copy":       # which watches no indexer, and its answer may well be finite
+        layer = max(layer for layer, ratio in enumerate(subject_of(BOX).args.compress_ratios) if ratio == 4)
+        assert code == 2 and f"layer {layer}'s index scores are not finite: run audit" in error
+    monkeypatch.undo()
+    planted_fault(monkeypatch, lambda engine: engine.norm.weight.data.fill_(math.nan))
+    code, _, error = lab_output(*argv)
+    assert code == 2 and "logits are not finite: run audit" in error
+
+
+def test_an_interrupted_command(monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+    monkeypatch.setitem(LAB, "select", LAB["select"]._replace(run=interrupted))
+    assert lab_output("select")[::2] == (130, "\nselect: interrupted\n")
+
+
+def test_a_heat_map_in_ascii(monkeypatch):
+    """Five levels that differ, none of them the sign for what was not measured; odd letters become ?."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    heat = Heat("h", ["row"], list("abcdef"), [[0, .25, .5, .75, 1, None]])
+    report = Report("é", [], [], "fine", "all", None, {}, (heat,))
+    monkeypatch.setitem(LAB, "select", LAB["select"]._replace(run=lambda args: report))
+    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["test_parity.py", "select"])
+        assert main() == 0
+    out.seek(0)
+    text = out.read()
+    assert text.startswith("?\n") and "row   . + * # ?\n" in text
+
+
+def test_svg_has_the_cells_of_the_terminal(tmp_path, monkeypatch):
+    """Valid XML, and a rect for each cell of the printed grids, in their order, as dark as it."""
+    monkeypatch.setitem(globals(), "code_case", functools.partial(code_case, 1024))
+    code, out, _ = lab_output("select", "--rows", "64,100", "--svg", tmp_path / "heat.svg")
+    printed = []
+    for block in out.split("\n\n"):
+        title, *lines = block.splitlines()
+        if "Jaccard with the exact choice" in title:
+            columns, wide = lines[0].split(), max(map(len, lines[0].split())) + 1
+            left = len(lines[0]) - wide * len(columns) + 1
+            printed += [line[left + wide * i] for line in lines[1:] for i in range(len(columns))]
+    drawn = xml.dom.minidom.parse(str(tmp_path / "heat.svg")).getElementsByTagName("rect")
+    levels = [4 * (255 - int(re.match(r"rgb\((\d+),", rect.getAttribute("fill"))[1])) / 230 for rect in drawn]
+    assert code == 0 and len(drawn) == len(printed) == 3 * 2 * len(INDEX_FORMATS)
+    assert len({(rect.getAttribute("x"), rect.getAttribute("y")) for rect in drawn}) == len(drawn)
+    assert all(abs(level - SHADES.index(sign)) < 0.52 for level, sign in zip(levels, printed))
+
+
+@pytest.mark.parametrize("path", ["{tmp}/nowhere/heat.svg", "{tmp}"])
+def test_svg_path_is_checked_before_the_run(tmp_path, monkeypatch, path):
+    monkeypatch.setitem(LAB, "select", LAB["select"]._replace(run=lambda args: pytest.fail("it ran")))
+    code, out, error = lab_output("select", "--svg", path.format(tmp=tmp_path))
+    assert code == 2 and not out and "no file can be written there; name another" in error
+
+
+def test_a_report_outlives_its_svg(monkeypatch):
+    """A disk that is full shows only when it is written to."""
+    monkeypatch.setitem(globals(), "code_case", functools.partial(code_case, 1024))
+    code, out, error = lab_output("select", "--rows", "16", "--svg", "/dev/full")
+    assert code == 2 and "It cannot see:" in out and "the report is whole, name another file" in error
 
 
 def test_planted_secrets_lie_where_they_say():
@@ -6849,6 +7053,56 @@ def test_needle_clears_the_box():
     assert code == 0 and found["healthy"] and len(found["cells"]) == 8
     assert all(any(sight["chosen"] for sight in cell["layers"].values())
                for cell in found["cells"] if cell["found"])
+
+
+def test_needle_counts_the_rows_before_its_own():
+    """Scores that are made up: so many winners, then the needle's first row, then all others."""
+    subject = subject_of(BOX)
+    topk = subject.args.index_topk
+    asked = planted(subject.tokenizer, 8 * topk + 80, 60, random.Random(0))
+    engine, index_score = lab_engine(BOX, len(asked.prompt)), model.index_score
+    best = needle_rows(asked, len(asked.prompt) // 4)[0]
+    assert best > topk
+    for winners in (0, 2, topk - 1, topk):
+        def made_up(q, k, weights, visible):
+            scores = index_score(q, k, weights, visible)
+            rows = -torch.arange(scores.size(-1)).float()
+            rows[best:best + 1], rows[:winners] = 1, 2
+            return rows.where(scores > -math.inf, scores)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "index_score", made_up)
+            for sight in sights(engine, asked, 0).values():
+                assert (sight.rank, sight.chosen) == (winners, winners < topk)
+
+
+def test_needle_sees_what_float64_sees():
+    """rank and rows, from the recorded index vectors by brute force; the engine in fp32, round trips off."""
+    asked = planted(subject_of(BOX).tokenizer, 100, 300, random.Random(3))
+    engine = load(BOX, max_seq_len=len(asked.prompt) + len(asked.said))
+    seen, cases = sights(engine, asked, 0), recorded_cases(engine, asked)
+    assert seen.keys() == cases.keys() and seen
+    for layer, case in cases.items():
+        scores, needle = exact_scores(case)[-1], list(case.needles[-1])
+        rank = int((scores > scores[needle].max()).sum())
+        assert (seen[layer].rank, seen[layer].rows) == (rank, np.isfinite(scores).sum())
+
+
+def test_select_counts_ranks_and_losses():
+    """Against float64, where all sums are exact: needles planted at ranks 1, 3, top and the first too low."""
+    rows, topk = 200, 16
+    order = random.Random(0).sample(range(rows), rows)
+    keys = torch.zeros(rows, 128)
+    keys[order, 0] = torch.arange(rows, 0, -1).float()      # order[i] has rank i + 1
+    q, weights = torch.zeros(4, 2, 128), torch.ones(4, 2)
+    q[:, :, 0] = 1
+    ranks = [1, 3, topk, topk + 1]
+    needles = [range(order[rank - 1], order[rank - 1] + 1) for rank in ranks]
+    case = IndexCase(q, keys, weights, torch.full((4, 1), rows), topk, needles)
+    exact = exact_scores(case)
+    found = selection(case, "fp32", exact)
+    counted = [1 + int((row > row[needle[0]]).sum()) for row, needle in zip(exact, needles)]
+    assert counted == ranks and found["rank"] == statistics.median(counted)
+    assert found["kept"] == 3 / 4 and found["jaccard"] == 1 and found["as_exact"]
 
 
 def noisy_keys(compressor: model.Compressor, args, output):
@@ -7067,9 +7321,10 @@ def join_axis(shapes: list[tuple], whole: typing.Optional[tuple]) -> typing.Opti
 
 def config_differences(copied: Folder, original: Folder) -> list[str]:
     """The keys by which the two configs compute something else; another model's config is refused."""
-    a, b = original.config, copied.config
-    odd = [key for key in convert.CONFIG_KEYS if a[key] != b[key]]
-    if {*odd} - {*FORMAT_KEYS, "compress_ratios"}:
+    a, b = (folder.config | {"compress_ratios": folder.config["compress_ratios"]
+                             [:folder.config["num_hidden_layers"]]} for folder in (original, copied))
+    odd = [key for key in convert.CONFIG_KEYS if a[key] != b[key] and key not in FORMAT_KEYS]
+    if odd:
         raise ValueError(f"{copied.folder} and {original.folder} are not the same model ({', '.join(odd)} "
                          "differ): give the checkpoint that it was converted from")
     return sorted(key for key in {*model.PUBLISHED_KEYS, "rope_scaling"} - FORMAT_KEYS
@@ -7289,6 +7544,9 @@ def swap_tensors(args: argparse.Namespace) -> Report:
     """The reference on --ckpt-path, then once more for each tensor that differs from --original's."""
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: it must be 1 or more")
+    if os.path.realpath(args.ckpt_path) == os.path.realpath(args.original):
+        raise ValueError(f"--original {args.original} is the folder that is examined: compared with itself "
+                         "it proves nothing; give --ckpt-path another")
     swap = Swap(args.ckpt_path, args.original, args.tokens)
     units = swap_units(swap, args.names)
     before, moved = swap.against_truth(swap.before)
@@ -7457,6 +7715,16 @@ def differing_rows(original: Folder, folder: Folder, name: str) -> np.ndarray:
     return np.flatnonzero(np.concatenate([(bits(a) != bits(b)).any(axis=1) for a, b in strips]))
 
 
+def audit_tokenizer(folder: Folder, original: Folder) -> list[Check]:
+    """tokenizer.json byte for byte, where both have one."""
+    paths = [Path(side.folder, "tokenizer.json") for side in (folder, original)]
+    if not all(path.exists() for path in paths):
+        return []
+    ours, theirs = (path.read_bytes() for path in paths)
+    return [Check("tokenizer.json as in the original", 1, [] if ours == theirs else [
+        f"tokenizer.json: {len(ours)} bytes, {len(theirs)} in the original, and not the same ones"])]
+
+
 def audit_original(folder: Folder, original: Folder, count: int) -> list[Check]:
     """Tables bit for bit, and sampled experts bit for bit, or to one rounding where they are re-quantised."""
     def comparable(name):
@@ -7464,12 +7732,16 @@ def audit_original(folder: Folder, original: Folder, count: int) -> list[Check]:
     tables = [name for name, kind, _ in convert.parameters(folder.config)
               if name in ("embed.weight", "head.weight") or kind == "I64"]
     keys, faults = config_differences(folder, original), []
+    idle = sorted(key for key in folder.config.keys() | original.config.keys()
+                  if folder.config.get(key) != original.config.get(key) and key not in keys)
     tables = [name for name in tables if comparable(name)]
     for name in tables:
         rows = differing_rows(original, folder, name)
         if len(rows):
             faults.append(f"{name}: row {rows[0]}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else ""))
-    checks = [Check("config.json as in the original, but for the format", 1, keys),
+    checks = [Check("config.json as in the original, but for the format", 1, keys,
+                    f"fine; format or idle keys that differ: {', '.join(idle)}" if idle else "fine"),
+              *audit_tokenizer(folder, original),
               Check("embedding, head and hash rows as in the original", len(tables), faults)]
     experts = sorted({unit[1] for name in folder.entries if (unit := EXPERT_UNIT.fullmatch(name))
                       if convert.EXPERT.search(name)})
@@ -7501,7 +7773,8 @@ def audit(args: argparse.Namespace) -> Report:
         checks += audit_original(folder, Folder(args.original), args.experts)
     faults = sum(len(check.faults) for check in checks)
     failed = [check.what for check in checks if check.faults]
-    blind = ("tensors other than the tables and the sampled experts (swap compares all)" if args.original
+    blind = ("tensors other than the tables and the sampled experts (swap compares all); tokenizer.json, "
+             "where either has none" if args.original
              else "a tensor of plausible values that is not the right one, as two exchanged ones are")
     return Report(
         f"Does {args.ckpt_path} hold what its config says" + (
@@ -7915,16 +8188,52 @@ def test_swap_and_audit_convict_the_config(tmp_path):
     assert code == 1 and "but for the format | 1 | compress_rope_theta |" in out
 
 
-def test_swap_needs_its_control(monkeypatch):
+def test_swap_needs_its_control(tmp_path, monkeypatch):
     """A reference that is not the same twice proves nothing: the control stops it."""
     tensor, noise = Mixture.tensor, itertools.count(1)
     monkeypatch.setattr(Mixture, "tensor", lambda self, *args: tensor(self, *args) * (1 + 1e-9 * next(noise)))
-    code, _, err = lab_output("swap", "--original", BOX, "--tokens", 8)
+    code, _, err = lab_output("swap", "--original", copied_box(tmp_path / "box"), "--tokens", 8)
     assert code == 2 and "control failed" in err
 
 
-def test_swap_and_audit_on_the_box():
-    code, out, _ = lab_output("swap", "--original", BOX, "--tokens", 40)
+def test_audit_compares_config_and_tokenizer(tmp_path):
+    """A config's keys that compute nothing may differ, and are named; a tokenizer's byte may not."""
+    copied = copied_box(tmp_path / "box")
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"bos_token_id": 7, "eos_token_id": 8}))
+    flags = "audit", "--ckpt-path", copied, "--original", BOX
+    code, out, _ = lab_output(*flags)
+    assert code == 0 and "fine; format or idle keys that differ: bos_token_id, eos_token_id |" in out
+    assert "tokenizer.json as in the original | 1 | fine |" in out
+    with open(copied / "tokenizer.json", "a") as file:
+        file.write("\n")
+    code, out, _ = lab_output(*flags)
+    assert code == 1 and "1 fault: tokenizer.json as in the original" in out
+
+
+def test_swap_of_other_compress_ratios(tmp_path):
+    """Those of layers are another model's, which is refused; an MTP block's, which is left out, is not."""
+    with_mtp = LAB_SMALL | {"num_nextn_predict_layers": 1, "compress_ratios": [0, 4, 128, 0]}
+    without = LAB_SMALL | {"num_nextn_predict_layers": 0, "compress_ratios": [0, 4, 128]}
+    other = LAB_SMALL | {"num_nextn_predict_layers": 0, "compress_ratios": [0, 0, 128]}
+    original = write_checkpoint(str(tmp_path / "original"), with_mtp)
+    tensors = load_file(os.path.join(original, "model.safetensors"))
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_mtp(name)}
+    copied = write_folder(tmp_path / "copy", without, tensors)
+    code, out, err = lab_output("swap", "--ckpt-path", copied, "--original", original, "--tokens", 8)
+    assert code == 0 and "exactly the original's values" in out, out + err
+    less = {name: t for name, t in tensors.items() if not re.match(r"layers\.1\.attn\.(comp|index)", name)}
+    copied = write_folder(tmp_path / "other", other, less)
+    code, out, err = lab_output("swap", "--ckpt-path", copied, "--original", original, "--tokens", 8)
+    assert code == 2 and "not the same model (compress_ratios differ)" in err and err.count("\n") == 1
+
+
+def copied_box(folder: Path) -> Path:
+    return Path(shutil.copytree(BOX, folder, ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def test_swap_and_audit_on_the_box(tmp_path):
+    code, out, _ = lab_output("swap", "--original", copied_box(tmp_path / "box"), "--tokens", 40)
     assert code == 0 and "CLEARED" in out and "bit for bit" in out
     code, out, _ = lab_output("audit", "--original", BOX)
     assert code == 0 and "Nothing wrong was found" in out
@@ -8015,6 +8324,7 @@ def test_swap_and_audit_read_the_other_names(tmp_path):
     (("swap", "--original", "{box}", "--tokens", "0"), "--tokens 0: it must be 1 or more"),
     (("swap", "--original", "{empty}"), "has no config.json"),
     (("swap", "--original", "{other}"), "are not the same model"),
+    (("swap", "--ckpt-path", "{box}", "--original", "{box}/"), "compared with itself it proves nothing"),
     (("audit", "--original", "{other}"), "are not the same model"),
     (("swap", "--original", "{box}", "--ckpt-path", "{both}"), "holds more than one checkpoint"),
     (("swap", "--original", "{box}", "--ckpt-path", "{cut}"), "is cut or damaged"),
@@ -8026,16 +8336,16 @@ def test_swap_and_audit_read_the_other_names(tmp_path):
 ])
 def test_swap_audit_and_diff_refuse(tmp_path, argv, words):
     """Bad input: one sentence, exit code 2."""
-    folders = {name: tmp_path / name for name in ("empty", "both", "cut", "broken")}
+    folders = {name: tmp_path / name for name in ("empty", "both", "cut", "broken", "box")}
     for path in folders.values():
         path.mkdir()
     (folders["broken"] / "model.py").write_text("def (:")
-    for name in ("both", "cut"):
+    for name in ("both", "cut", "box"):
         shutil.copy(os.path.join(BOX, "config.json"), folders[name])
         shutil.copy(os.path.join(BOX, "model.safetensors"), folders[name])
     (folders["both"] / "model0-mp1.safetensors").write_bytes(b"")
     os.truncate(folders["cut"] / "model.safetensors", 100_000)
-    code, out, err = lab_output(*(arg.format(box=BOX, other=lab_fixture("bf16"), **folders) for arg in argv))
+    code, out, err = lab_output(*(arg.format(other=lab_fixture("bf16"), **folders) for arg in argv))
     assert code == 2 and words in err.splitlines()[-1] and not out
 
 
@@ -9680,7 +9990,7 @@ def box_row(task: str, score: BoxScore) -> list[str]:
             " / ".join(f"{goal:.2f}" for goal in goals if goal)]
 
 
-@lab("box", "what the checkpoint in the box can do, and what breaking it leaves",
+@lab("box", "what the checkpoint in the box can do, and what breaking it leaves", draws=True,
      samples={"type": int, "default": 12, "metavar": "N",
               "help": "trials a cell (default: %(default)s); half as many with each breakage"},
      tasks={"default": "", "metavar": "REGEX",
