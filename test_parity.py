@@ -8501,18 +8501,15 @@ def question_of(args: argparse.Namespace) -> Question:
     if tokenizer is None:
         raise ValueError(f"{args.ckpt_path} has no tokenizer.json, so it has no prompts: copy the one that "
                          "belongs to it there")
-    code, text = None, args.prompt
+    text = args.prompt
     if text == "":
         raise ValueError("--prompt is empty: say something, or leave it out for the default")
     if text is None:
-        rng = random.Random(0)
-        who, code = drawn("{who}", rng), drawn("{n} {a}", rng)
-        text = f"The code for {who} is {code}."
-        while len(tokenizer.encode(text).ids) < max(10 * config.window_size, 5 * 4 * config.index_topk):
-            text += drawn(" The {a} {n} {v} the {n} under the {a} {n}.", rng)
-        text += f"\nWhat is the code for {who}?"
+        far = max(10 * config.window_size, 5 * 4 * config.index_topk)
+        asked = planted(tokenizer, 0, far, random.Random(0))
+        return Question(tokenizer, asked.prompt, asked.secret)
     prompt = encode_messages([{"role": "user", "content": text}], "chat")
-    return Question(tokenizer, encode_prompt(tokenizer, prompt), code)
+    return Question(tokenizer, encode_prompt(tokenizer, prompt), None)
 
 
 class Arm(typing.NamedTuple):
@@ -9910,7 +9907,7 @@ def golden_error(engine: model.Transformer) -> float:
     return statistics.median(errors)
 
 
-# On another machine some roundings fall to the neighbour: 1.6e-3 was seen, 9.4e-7 here; the least arm: 1.2e-2.
+# Elsewhere some roundings fall to the neighbour: 1.6e-3 was seen, 9.4e-7 here; the least arm: 1.2e-2.
 GOLDEN_FINE = 0.003
 
 

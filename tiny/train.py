@@ -65,7 +65,7 @@ MARKS = 110                 # merges of punctuation
 
 
 def fixed_texts():
-    """Tokens of their own: DSML's tags, and the sentences of the vendor's prompts, which are in every lesson."""
+    """Tokens of their own: DSML's tags, and the sentences of the vendor's prompts, in every lesson the same."""
     prompts = generate.TOOLS_TEMPLATE, generate.REASONING_EFFORT_MAX, generate.REASONING_EFFORT_BEYOND
     return MARKUP + [part for prompt in prompts for part in re.split(r"\n|\{\w+\}", prompt)
                      if len(part.split()) >= 3]
@@ -96,8 +96,8 @@ def corpus():
 
 
 def make_tokenizer(size):
-    """A byte-level BPE in which ' word' is cut as 'word' is, each token having a twin: what is copied out of a
-    text into quotes stays the same sequence. Digits go in pairs."""
+    """A byte-level BPE in which ' word' is cut as 'word' is, each token having a twin: what is copied out of
+    a text into quotes stays the same sequence. Digits go in pairs."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     words, marks = corpus()
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -136,7 +136,7 @@ def power_of_two(amax, largest):
 
 
 def fp8(x, block):
-    """FP8 with a power-of-two scale per `block` values of the last dim, as kernel.act_quant rounds in place."""
+    """FP8 with a power-of-two scale per `block` values of the last dim, as kernel.act_quant rounds."""
     blocks = x.detach().float().unflatten(-1, (-1, block))
     scale = power_of_two(blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4), 448)
     rounded = ((blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
@@ -902,8 +902,9 @@ def run(folder, stages=STAGES, keep=KEEP, ranks=2, steps=sys.maxsize):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains the checkpoint in the box, from nothing.")
-    parser.add_argument("--work", required=True, metavar="DIR", help="folder for state, log and the checkpoint; a "
-                        "run that was stopped goes on there")
-    parser.add_argument("--steps", type=int, default=sum(stage[1] for stage in STAGES), help="stop after so many")
+    parser.add_argument("--work", required=True, metavar="DIR",
+                        help="folder for state, log and the checkpoint; a run that was stopped goes on there")
+    parser.add_argument("--steps", type=int, default=sum(stage[1] for stage in STAGES),
+                        help="stop after so many, of %(default)s")
     args = parser.parse_args()
     run(args.work, steps=args.steps)
