@@ -5194,7 +5194,8 @@ def test_training_goes_on_where_it_stopped(tmp_path):
     assert files[0] == files[1]
     engine, tokenizer = generate.load_model(str(tmp_path / "whole"))
     prompt = encode_prompt(tokenizer, encode_messages([{"role": "user", "content": "hello"}], "chat"))
-    assert len(generate.generate(engine, [prompt], 4, -1, temperature=0)[0]) == 4
+    answer = generate.generate(engine, [prompt], 4, 1, temperature=0)[0]
+    assert answer and max(answer) < tokenizer.get_vocab_size()
 
 
 # ==========================================================================================================
