@@ -5,6 +5,8 @@
     python test_parity.py traps                        which check catches which mistake
     python test_parity.py copy, needle, select, arms, trace, swap, sharpen, audit, diff
                                                        the lab: where does a port lose its memory? (--help)
+    python test_parity.py box                          what the box can do, and what breaks it
+    python test_parity.py golden                       writes the logits that guard it anew
     python test_parity.py bench                        speed beside transformers
     python test_parity.py sm120                        compiles the Triton kernels for sm_120, without a GPU
     python test_parity.py kernels                      on a GPU: checks and times them at Flash's shapes
@@ -4497,8 +4499,8 @@ def test_the_box_against_the_reference():
 # ---- what the box can do: its tasks, with words and phrasings of their own
 
 # The cells of `python test_parity.py box`: (goal of the share that is correct, floor that a test asserts).
-# The tests take some cells of each task, for time; None: the command alone measures it, or the checkpoint does
-# not do it well enough to hold it to (tiny/README.md has the figures).
+# The tests take some cells of each task, for time; None: the command alone measures it, or the checkpoint is
+# not good enough at it to be held to it (tiny/README.md has the figures).
 BOX_GOALS = {
     "fact from 24 tokens back": (0.95, 0.5), "fact from 58 tokens back": (0.95, None),
     "fact from 128 tokens back": (0.95, None), "fact from 256 tokens back": (0.95, 0.5),
@@ -6567,7 +6569,8 @@ def needle_verdict(cells: list[dict], grid: list[list[float]], lengths: list[int
     advice = (f"Not selected, above all in layer {', '.join(blamed)}: its index keys, queries or weights. Go "
               "on with select, and trace that indexer." if blamed else
               "Selected and not used: what the chosen rows hold, or how they are attended. Go on with trace.")
-    return "\n".join([f"{counts}, too few at length {short}.", *said, advice]), False
+    where = "" if len(judged) == len(cells) else f"Where there are more than {topk} rows to choose from: "
+    return "\n".join([f"{counts}, too few at length {short}.", where + said[0], *said[1:], advice]), False
 
 
 # ---- select
