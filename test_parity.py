@@ -4408,9 +4408,9 @@ STATEMENT, SECRET, QUESTION = "The code for {who} is", " {n} {a}", "What is the 
 ANSWER = 24         # tokens of an answer that are waited for
 
 
-def drawn(template: str, rng: random.Random) -> str:
+def drawn(template: str, rng: random.Random, words: typing.Mapping[str, typing.Sequence[str]] = WORDS) -> str:
     """The template with a random word for each of its places."""
-    return re.sub(r"\{\w+\}", lambda place: rng.choice(WORDS[place[0]]), template)
+    return re.sub(r"\{\w+\}", lambda place: rng.choice(words[place[0]]), template)
 
 
 class Planted(typing.NamedTuple):
@@ -4575,10 +4575,6 @@ def short_words(tokenizer, words: list[str], most: int = 3) -> list[str]:
     return [word for word in words if len(tokenizer.encode(" " + word).ids) <= most]
 
 
-def box_fill(template: str, rng: random.Random) -> str:
-    return re.sub(r"\{\w+\}", lambda place: rng.choice(BOX_FILLER_WORDS[place[0]]), template)
-
-
 def box_secret(rng: random.Random, tokenizer) -> str:
     """One to three words, a made-up word, a number of 2 to 6 digits, or a code like K7-QX."""
     nouns = short_words(tokenizer, BOX_NOUNS)
@@ -4621,7 +4617,7 @@ def fact_trial(rng: random.Random, tokenizer, distance: int, mode: str = "chat")
     prompt; filler brings it as near below `distance` as the shortest sentence allows."""
     secret, label = box_secret(rng, tokenizer), box_label(rng)
     fact = rng.choice(BOX_STATEMENTS).format(label=label, secret=secret)
-    before = [box_fill(rng.choice(BOX_FILLER), rng) for _ in range(rng.randrange(4))]
+    before = [drawn(rng.choice(BOX_FILLER), rng, BOX_FILLER_WORDS) for _ in range(rng.randrange(4))]
     question = rng.choice(BOX_QUESTIONS).format(label=label)
     after: list[str] = []
 
@@ -4632,7 +4628,7 @@ def fact_trial(rng: random.Random, tokenizer, distance: int, mode: str = "chat")
         return [{"role": "user", "content": text}], len(encoding.ids) - 1 - encoding.char_to_token(end - 1)
 
     while (left := distance - built()[1]) > 0:
-        choice = [box_fill(template, rng) for template in BOX_FILLER]
+        choice = [drawn(template, rng, BOX_FILLER_WORDS) for template in BOX_FILLER]
         fitting = [s for s in choice if len(tokenizer.encode(" " + s).ids) <= left]
         if not fitting:
             break
@@ -4643,7 +4639,7 @@ def fact_trial(rng: random.Random, tokenizer, distance: int, mode: str = "chat")
 def later_turn_trial(rng: random.Random, tokenizer) -> BoxTrial:
     """The fact comes in a turn of its own, then some 200 tokens of talk, then the question."""
     secret, label = box_secret(rng, tokenizer), box_label(rng)
-    filler = " ".join(box_fill(rng.choice(BOX_FILLER), rng) for _ in range(14))
+    filler = " ".join(drawn(rng.choice(BOX_FILLER), rng, BOX_FILLER_WORDS) for _ in range(14))
     turns = [rng.choice(BOX_STATEMENTS).format(label=label, secret=secret), "Okay.", filler, "Okay.",
              rng.choice(BOX_QUESTIONS).format(label=label)]
     roles = itertools.cycle(["user", "assistant"])
@@ -4662,7 +4658,7 @@ def among_trial(rng: random.Random, tokenizer, n: int) -> BoxTrial:
     parts = [rng.choice(BOX_STATEMENTS).format(label=label, secret=secret)
              for label, secret in zip(labels, secrets)]
     while len(tokenizer.encode(" ".join(parts)).ids) < 380:
-        parts.insert(rng.randrange(len(parts) + 1), box_fill(rng.choice(BOX_FILLER), rng))
+        parts.insert(rng.randrange(len(parts) + 1), drawn(rng.choice(BOX_FILLER), rng, BOX_FILLER_WORDS))
     asked = rng.randrange(n)
     text = " ".join(parts) + "\n" + rng.choice(BOX_QUESTIONS).format(label=labels[asked])
     return BoxTrial([{"role": "user", "content": text}], ends_with(secrets[asked]))
@@ -4681,7 +4677,8 @@ def order_trial(rng: random.Random, tokenizer, after: bool) -> BoxTrial:
     """3 to 5 things in order: which was first, second or third; or what came right after another."""
     things = rng.sample(short_words(tokenizer, BOX_NOUNS), rng.choice([3, 4, 5]))
     listed = rng.choice(BOX_LISTS).format(a=things[0], list=", ".join(things[1:-1]), z=things[-1])
-    talk = " ".join([listed, *(box_fill(rng.choice(BOX_FILLER), rng) for _ in range(rng.randrange(4)))])
+    talk = " ".join([listed, *(drawn(rng.choice(BOX_FILLER), rng, BOX_FILLER_WORDS)
+                               for _ in range(rng.randrange(4)))])
     i = rng.randrange(len(things) - 1) if after else rng.randrange(3)
     question = (rng.choice(BOX_NEXT).format(item=things[i]) if after else
                 rng.choice(BOX_PLACES).format(place=["first", "second", "third"][i]))
@@ -4956,10 +4953,8 @@ class BoxScore(typing.NamedTuple):
 
 def box_engine(ckpt_path: str, batch: int = BOX_BATCH):
     """-> (engine, tokenizer) as generate.py runs it, with room for a batch of the longest prompts."""
-    engine, tokenizer = generate.load_model(ckpt_path, max_seq_len=2560, max_batch_size=batch)
-    if tokenizer is None:
-        raise ValueError(f"{ckpt_path} has no tokenizer.json, so nobody can talk to it")
-    return engine, tokenizer
+    tokenizer = tokenizer_of(ckpt_path)
+    return generate.load_model(ckpt_path, max_seq_len=2560, max_batch_size=batch)[0], tokenizer
 
 
 def box_answers(engine, tokenizer, trials: list[BoxTrial]) -> list[tuple[dict, str]]:
@@ -6278,14 +6273,21 @@ class Subject(typing.NamedTuple):
     shortest: int       # the longest prompt of those without filler
 
 
+def tokenizer_of(ckpt_path: str):
+    """ValueError without one: a wrong tokenizer would ask nonsense."""
+    tokenizer = generate.load_tokenizer(ckpt_path)
+    if tokenizer is None:
+        raise ValueError(f"{ckpt_path} has no tokenizer.json, and nothing can be asked without: copy the one "
+                         "that belongs to it there")
+    return tokenizer
+
+
 def subject_of(ckpt_path: str) -> Subject:
     """ValueError where the folder is no checkpoint that can be asked."""
     generate.check_checkpoint(ckpt_path, None)
     config = generate.config_of(ckpt_path, None)
     args = model.ModelArgs.from_config(config)
-    tokenizer = generate.load_tokenizer(ckpt_path)
-    if tokenizer is None:
-        raise ValueError(f"{ckpt_path} has no tokenizer.json; nothing can be asked without: copy it")
+    tokenizer = tokenizer_of(ckpt_path)
     longest = max(generate.default_context(config), config.get("max_position_embeddings") or 0)
     shortest = max(len(planted(tokenizer, 0, 0, random.Random(seed)).prompt) for seed in range(8))
     if longest < shortest + ANSWER:
@@ -8501,10 +8503,7 @@ def question_of(args: argparse.Namespace) -> Question:
     """--prompt in the chat format; without it a code, told so far back that windows, top-k and ratio-128 rows
     all matter, and asked for."""
     config = model.ModelArgs.from_config(generate.config_of(args.ckpt_path, None))
-    tokenizer = generate.load_tokenizer(args.ckpt_path)
-    if tokenizer is None:
-        raise ValueError(f"{args.ckpt_path} has no tokenizer.json, so it has no prompts: copy the one that "
-                         "belongs to it there")
+    tokenizer = tokenizer_of(args.ckpt_path)
     text = args.prompt
     if text == "":
         raise ValueError("--prompt is empty: say something, or leave it out for the default")

@@ -65,7 +65,7 @@ MARKS = 110                 # merges of punctuation
 
 
 def fixed_texts():
-    """Tokens of their own: DSML's tags, and the sentences of the vendor's prompts, in every lesson the same."""
+    """Tokens of their own: DSML's tags, and the sentences of the vendor's prompts, which never change."""
     prompts = generate.TOOLS_TEMPLATE, generate.REASONING_EFFORT_MAX, generate.REASONING_EFFORT_BEYOND
     return MARKUP + [part for prompt in prompts for part in re.split(r"\n|\{\w+\}", prompt)
                      if len(part.split()) >= 3]
@@ -812,7 +812,7 @@ def kind_of(text):
 
 
 def stage_of(step, stages):
-    """-> the stage, the step at which it began."""
+    """The stage that this step belongs to."""
     for stage in stages:
         if step < stage[1]:
             return stage
