@@ -338,6 +338,31 @@ def fp4_act_quant_ref(x: torch.Tensor, block_size: int = 32, inplace: bool = Fal
 
 
 # ==========================================================================================================
+# Products of plain numbers
+# ==========================================================================================================
+
+def plain_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x @ w^T, both of one float dtype; sums in fp32."""
+    if x.device.type == "cpu" and x.numel() == x.size(-1):      # one row: matmul's bf16 takes twice as long
+        return torch.mv(w, x.flatten()).view(*x.shape[:-1], -1)
+    return F.linear(x, w)
+
+
+def wide_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in fp32, of any float dtype. Of bf16 operands a CPU may multiply the bf16, with sums in fp32.
+
+    That is exact: products of bf16 numbers fit into fp32. With AMX it takes less than half the time."""
+    precision = torch.backends.mkldnn.matmul
+    saved = precision.fp32_precision
+    if a.dtype == b.dtype == torch.bfloat16 and a.numel() > 16 * a.size(-1):      # for few rows it is slower
+        precision.fp32_precision = "bf16"
+    try:
+        return torch.matmul(a.float(), b.float())
+    finally:
+        precision.fp32_precision = saved
+
+
+# ==========================================================================================================
 # Products of quantised matrices
 # ==========================================================================================================
 
@@ -816,22 +841,30 @@ def sparse_attn_ref(
     return o
 
 
+def named_rows(idxs: torch.Tensor, n: int):
+    """The rows of n that a tile's indices [t,topk] name: rows [u], and what their scores get added [t,1,u]."""
+    if len(idxs) == 1:      # one query: its rows as they stand, one that is named twice comes twice
+        return idxs[0][idxs[0] >= 0], 0.
+    # how often a query names a row; -1 counts in a column of its own
+    count = torch.zeros(len(idxs), 1 + n, device=idxs.device)           # [t,1+n]
+    count.scatter_add_(1, idxs.long() + 1, count.new_ones(idxs.shape))
+    rows = count[:, 1:].any(dim=0).nonzero()[:, 0]                      # [u]
+    # the logarithm is -inf for never, 0 for once, and serves repeated indices
+    return rows, count[:, rows + 1].log_().unsqueeze(1)
+
+
 def _attend(q: torch.Tensor, kv: torch.Tensor, attn_sink: torch.Tensor, idxs: torch.Tensor, scale: float):
     """sparse_attn for a tile of queries [t,h,d] of one sequence: a product with the union of their rows."""
-    named = idxs >= 0
-    rows, place = idxs[named].unique(return_inverse=True)               # [u], [how many are named]
+    rows, seen = named_rows(idxs, len(kv))
     if len(rows) == 0:
         return torch.zeros_like(q)
-    rows = kv[rows].float()                                             # [u,d]
-    # how often a query names a row; the logarithm is -inf for never, 0 for once, and serves repeated indices
-    count = rows.new_zeros(idxs.size(0), rows.size(0))                  # [t,u]
-    count.index_put_((named.nonzero()[:, 0], place), rows.new_ones(()), accumulate=True)
-    s = torch.matmul(q.float() * scale, rows.T).add_(count.log_().unsqueeze(1))     # [t,h,u]
+    kv = kv[rows]                                                       # [u,d]
+    s = wide_matmul(q, kv.T).mul_(scale).add_(seen)                     # [t,h,u]
     s_max = s.amax(dim=-1, keepdim=True).clamp(min=-1e30)               # finite where no row is attended
     p = s.sub_(s_max).exp_()
     total = p.sum(dim=-1, keepdim=True) + torch.exp(attn_sink.unsqueeze(-1) - s_max)
     total = total.clamp_(min=1)         # it is: the largest weight is 1; but where no row is attended o is 0
-    return (torch.matmul(p.to(q.dtype).float(), rows) / total).to(q.dtype)      # [t,h,d]
+    return (wide_matmul(p.to(q.dtype), kv) / total).to(q.dtype)         # [t,h,d]
 
 
 @jit

@@ -29,7 +29,7 @@ Deliberate differences from the vendor:
   position goes through the head; no Linear can have a bias.
 - precompute_freqs_cis, get_window_topk_idxs and get_compress_topk_idxs take a device, the second a ring size.
 - Scales are an argument of linear(): deepcopy and load_state_dict(assign=True) lose a weight.scale attribute.
-- Rotary tables grow with use; the vendor computes max_seq_len positions at the start.
+- Rotary tables hold the positions of a pass; the vendor computes max_seq_len of them at the start.
 - Token ids outside the vocabulary are an error where they come on the CPU; split embeddings and hash layers
   would take them silently.
 - fp32 sums over streams, experts and shards may run in another order than the vendor's.
@@ -49,7 +49,7 @@ import torch.distributed as dist
 
 from kernel import (act_quant, fp4_act_quant, fp8_gemm, fp4_gemm, sparse_attn, hc_split_sinkhorn,
                     hadamard_transform, weight_dequant, index_score, routed_experts, expert_table,
-                    ExpertTable)
+                    plain_linear, ExpertTable)
 
 
 world_size = 1
@@ -324,7 +324,7 @@ class ParallelEmbedding(nn.Module):
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: Optional[torch.Tensor] = None) -> torch.Tensor:
     """x @ weight^T. A quantised weight has a scale, and then x is rounded to FP8 first (round trip "act")."""
     if scale is None:
-        return F.linear(x, weight)
+        return plain_linear(x, weight)
     if "act" not in mode.round_trips:
         return F.linear(x, weight_dequant(weight, scale).to(x.dtype))
     x, s = act_quant(x, block_size, mode.scale_fmt, mode.scale_dtype)
@@ -389,7 +389,8 @@ class RMSNorm(nn.Module):
 
 
 @lru_cache(8)
-def precompute_freqs_cis(dim, seqlen, original_seq_len, base, factor, beta_fast, beta_slow, device):
+def precompute_freqs_cis(dim, seqlen, original_seq_len, base, factor, beta_fast, beta_slow, device,
+                         start_pos=0):
     """Rotations e^(i p f), complex [seqlen, dim/2], of positions p for frequencies f_j = base^(-2j/dim).
 
     YaRN (original_seq_len > 0): a frequency that turns less than beta_slow times in the original context is
@@ -404,7 +405,7 @@ def precompute_freqs_cis(dim, seqlen, original_seq_len, base, factor, beta_fast,
         high = min(math.ceil(index_of(beta_slow)), dim - 1)
         keep = 1 - ((j - low) / max(high - low, 0.001)).clamp(0, 1)
         freqs = freqs / factor * (1 - keep) + freqs * keep
-    positions = torch.arange(seqlen, dtype=torch.float32, device=device)
+    positions = torch.arange(start_pos, start_pos + seqlen, dtype=torch.float32, device=device)
     angles = torch.outer(positions, freqs)                                          # [seqlen,dim/2]
     return torch.polar(torch.ones_like(angles), angles)
 
@@ -471,7 +472,7 @@ class Compressor(nn.Module):
         # [b,coff*ratio,coff*d]: with overlap the group before, then the open group
         self.kv_state: torch.Tensor = None
         self.score_state: torch.Tensor = None
-        self.freqs_cis: torch.Tensor = None
+        self.freqs_cis: torch.Tensor = None     # from the open group's first position to the pass's last
 
     def reset_caches(self, kv_cache: torch.Tensor):
         self.kv_cache = kv_cache
@@ -519,7 +520,7 @@ class Compressor(nn.Module):
 
         first = start_pos // ratio
         kv = self.norm(kv.type_as(x))
-        apply_rotary_emb(kv[..., -rd:], self.freqs_cis[first * ratio:(first + n_rows) * ratio:ratio])
+        apply_rotary_emb(kv[..., -rd:], self.freqs_cis[:n_rows * ratio:ratio])
         if self.rotate:
             kv = round_index(kv)
         else:
@@ -574,7 +575,7 @@ class Indexer(nn.Module):
         ratio, rd = self.compress_ratio, self.rope_head_dim
         end_pos = start_pos + seqlen
         q = self.wq_b(qr).unflatten(-1, (self.n_local_heads, self.head_dim))        # [b,s,h,d]
-        apply_rotary_emb(q[..., -rd:], self.compressor.freqs_cis[start_pos:end_pos])
+        apply_rotary_emb(q[..., -rd:], self.compressor.freqs_cis[-seqlen:])
         q = round_index(q)
         self.compressor(x, start_pos)
         weights = self.weights_proj(x) * (self.softmax_scale * self.n_heads ** -0.5)    # [b,s,h]
@@ -664,9 +665,12 @@ class Attention(nn.Module):
         end_pos = start_pos + seqlen
         ratio, rd, ring = self.compress_ratio, self.rope_head_dim, self.ring_size
         assert seqlen <= ring - self.window_size + 1, f"{seqlen} tokens at once are more than max_chunk"
-        # the table grows by doubling; all layers of a kind share it, since it is cached by its arguments
-        table = self.precompute_freqs_cis(seqlen=max(1 << (end_pos - 1).bit_length(), 1024), device=x.device)
-        freqs_cis = table[start_pos:end_pos]
+        # whole blocks, so that many tokens find their table cached, as all other layers of a kind do
+        block = math.lcm(ratio or 1, 128)
+        first = start_pos // block * block
+        table = self.precompute_freqs_cis(seqlen=-(-end_pos // block) * block - first, start_pos=first,
+                                          device=x.device)
+        freqs_cis = table[start_pos - first:end_pos - first]
         # q
         qr = self.q_norm(self.wq_a(x))                                              # [b,s,q_lora_rank]
         q = self.wq_b(qr).unflatten(-1, (self.n_local_heads, self.head_dim))        # [b,s,h,d]
@@ -684,10 +688,11 @@ class Attention(nn.Module):
         n_rows = 0
         if ratio:
             n_rows = end_pos // ratio
-            self.compressor.freqs_cis = table
+            from_group = table[start_pos // ratio * ratio - first:end_pos - first]
+            self.compressor.freqs_cis = from_group
             self.compressor(x, start_pos)
             if self.indexer is not None:
-                self.indexer.compressor.freqs_cis = table
+                self.indexer.compressor.freqs_cis = from_group
                 compress_topk_idxs = self.indexer(x, qr, start_pos, ring)
             else:
                 compress_topk_idxs = get_compress_topk_idxs(ratio, bsz, seqlen, start_pos, ring, x.device)
@@ -852,7 +857,8 @@ class Block(nn.Module):
 def hc_mixes(x: torch.Tensor, hc_fn: torch.Tensor, eps: float) -> torch.Tensor:
     """hc_fn @ (all streams of a token, RMS-normalised without weight): fp32 [b,s,hc,d] -> [b,s,mix]."""
     x = x.flatten(2)                                                                # [b,s,hc*d]
-    return F.linear(x, hc_fn) * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
+    return F.linear(x, hc_fn) * torch.rsqrt(mean_square + eps)
 
 
 class ParallelHead(nn.Module):
@@ -868,7 +874,7 @@ class ParallelHead(nn.Module):
         self.weight = parameter(self.part_vocab_size, dim, dtype=torch.float32)
 
     def get_logits(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x[:, -1].float(), self.weight)                              # [b,vocab]
+        return linear(x[:, -1].float(), self.weight)                                # [b,vocab]
 
     def forward(self, x: torch.Tensor, hc_fn: torch.Tensor, hc_scale: torch.Tensor, hc_base: torch.Tensor,
                 norm: RMSNorm) -> torch.Tensor:

@@ -7197,7 +7197,7 @@ def test_indexer_over_32768_rows(monkeypatch, tile):
     indexer.wq_b.forward, indexer.weights_proj.forward = lambda qr: q.flatten(2).clone(), lambda x: weights
     indexer.compressor.forward = lambda x, start_pos: None
     start = 4 * rows - m
-    indexer.compressor.freqs_cis = torch.ones(4 * rows, 32, dtype=torch.complex64)      # rope leaves q alone
+    indexer.compressor.freqs_cis = torch.ones(m, 32, dtype=torch.complex64)     # rope leaves q alone
     with model.run_mode(model.Mode(torch.float32, (), "ue8m0")):
         chosen = indexer(torch.zeros(1, m, 256), torch.zeros(1, m, 128), start, 7)[0] - 7
     visible = torch.tensor([[(p + 1) // 4] for p in range(start, start + m)])
