@@ -791,10 +791,12 @@ class MoE(nn.Module):
             y = routed_experts(x, weights, indices, self.table, mode.scale_fmt)     # fp32 [n,dim]
         else:
             y = torch.zeros_like(x, dtype=torch.float32)
-            for i in indices.unique().tolist():
-                if self.is_local(i):
-                    idx, top = torch.where(indices == i)
-                    y[idx] += self.experts[i](x[idx], weights[idx, top, None])
+            picks = indices.flatten().argsort(stable=True)      # of [n * topk], those of an expert together
+            counts = indices.flatten().bincount(minlength=self.n_routed_experts).tolist()
+            for i, picks in enumerate(picks.split(counts)):
+                if len(picks) and self.is_local(i):
+                    idx = picks // indices.size(1)
+                    y.index_add_(0, idx, self.experts[i](x[idx], weights.view(-1, 1)[picks]).float())
         if world_size > 1:
             dist.all_reduce(y)
         y += self.shared_experts(x)
