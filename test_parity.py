@@ -1014,17 +1014,18 @@ def test_sparse_attn_by_hand():
         assert relative_error(ours.flatten(), expected) < 1e-6
 
 
+@pytest.mark.parametrize("b, s", [(2, 3), (1, 1)])
 @pytest.mark.parametrize("hc, iters", [(4, 20), (4, 1), (2, 3)])
-def test_hc_split_sinkhorn(hc, iters):
+def test_hc_split_sinkhorn(hc, iters, b, s):
     """Oracle: the reference's Sinkhorn in float64, and one comb worked out by hand (public bug report)."""
     rng = torch.Generator().manual_seed(hc)
-    mixes = 3 * torch.randn(2, 3, (2 + hc) * hc, generator=rng)
+    mixes = 3 * torch.randn(b, s, (2 + hc) * hc, generator=rng)
     scale, base = torch.randn(3, generator=rng), torch.randn((2 + hc) * hc, generator=rng)
     pre, post, comb = kernel.hc_split_sinkhorn(mixes, scale, base, hc, iters, 1e-6)
     x = mixes.double().numpy() * np.repeat(scale.double().numpy(), [hc, hc, hc * hc]) + base.double().numpy()
     assert relative_error(pre, sigmoid(x[..., :hc]) + 1e-6) < 1e-6
     assert relative_error(post, 2 * sigmoid(x[..., hc:2 * hc])) < 1e-6
-    assert relative_error(comb, sinkhorn(x[..., 2 * hc:].reshape(2, 3, hc, hc), iters, 1e-6)) < 1e-6
+    assert relative_error(comb, sinkhorn(x[..., 2 * hc:].reshape(b, s, hc, hc), iters, 1e-6)) < 1e-6
 
 
 def test_sinkhorn_by_hand():
