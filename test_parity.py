@@ -6197,8 +6197,8 @@ def run_conversion(folder: str, out: str, config: dict, ranks: int = 2) -> Stage
 
 
 FULL_SIZE_BLIND = """\
-It cannot see: real reads (a hole is a page of zeros at once, without a disk: with real files add the bytes of the
-experts that a step is first to touch, at the disk's speed); what a cache of weights gains where text repeats its
+It cannot see: real reads (a hole is a page of zeros at once, without a disk: with real files add the bytes of
+the experts that a step is first to touch, at the disk's speed); what a cache of weights gains where text repeats its
 experts (here each layer draws them at random for each token); values."""
 
 
@@ -6221,7 +6221,8 @@ def full_size(config: dict, prefill: int = 16, steps: int = 4, conversion: bool 
             table_row(found.name, f"{found.seconds:.1f} s", megabytes(found.peak.most),
                       megabytes(found.peak.anonymous), megabytes(found.peak.file))
             return 0
-        table_head("", "time", "anonymous after", "most", "file-backed after", "experts touched", "their bytes")
+        table_head("", "time", "anonymous after", "most", "file-backed after", "experts touched",
+                   "their bytes")
         one = sum(convert.stored_bytes(*layout[name]) for name in layout if name.startswith(experts))
         stages = fresh(run_stages, folder, ids, prefill, one, max_seq_len=4096, **options)
         print(f"\nMost anonymous memory: {megabytes(max(s.peak.anonymous for s in stages))}\n{FULL_SIZE_BLIND}")
@@ -6241,7 +6242,7 @@ LONG_STEPS = 32             # single tokens after each prompt
 
 
 class LongRun(typing.NamedTuple):
-    """Seconds of a prefill and of one token after it (median); bytes above what was resident after loading."""
+    """Seconds of a prefill and of one token after it (median); bytes above those after loading."""
     prefill: float
     token: float
     peak: int
@@ -6330,8 +6331,8 @@ def long(lengths: list[int], chunk: int) -> int:
     if chunk < 1 or min(lengths) < 1:
         raise ValueError("--chunk and each of --lengths are 1 or more")
     folder = write_checkpoint(os.path.join(work_folder(), "long"), LONG)
-    print(f"{os.cpu_count()} threads, random fp8 and fp4 weights, bf16, round trips on. Ratios 0, 4, 128; 64 index "
-          f"heads; chunks of {chunk}\n")
+    print(f"{os.cpu_count()} threads, random fp8 and fp4 weights, bf16, round trips on. Ratios 0, 4, 128; 64 "
+          f"index heads; chunks of {chunk}\n")
     table_head("prompt", "prefill", "tokens/s", "most memory above loading", "of it caches", "above caches",
                "ms per token after it", "ratio")
     first = None
@@ -6363,8 +6364,8 @@ MEASURING = ("full-size", "long")
 
 
 def add_measuring_parsers(commands):
-    parser = commands.add_parser("full-size", help="memory and time of a checkpoint of Flash's size, of holes")
-    parser.add_argument("--layers", type=int, default=43, help="fewer layers of the same shapes (default: 43)")
+    parser = commands.add_parser("full-size", help="memory and time of a checkpoint of Flash's size")
+    parser.add_argument("--layers", type=int, default=43, help="layers of the same shapes (default: 43)")
     parser.add_argument("--prefill", type=int, default=16, help="tokens of the prompt (default: 16)")
     parser.add_argument("--steps", type=int, default=4, help="single tokens after it (default: 4)")
     parser.add_argument("--cache-gb", type=float, help="load_model's cache_gb (default: load_model's own)")
