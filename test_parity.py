@@ -6004,8 +6004,8 @@ def bench(rounds: int = 5):
 # full-size and long: what the published size and a long prompt cost, in memory and time
 # ==========================================================================================================
 # Memory is what Linux says of a process. Anonymous pages are its own: copies, caches, intermediate results.
-# File-backed ones are the checkpoint's, mapped: the kernel may drop them and read them again. Each measurement
-# is a process of its own, so that what one left in its allocator does not count for the next.
+# File-backed ones are the checkpoint's, mapped: the kernel may drop them and read them again. Each
+# measurement is a process of its own, so that what one left in its allocator does not count for the next.
 
 class Memory(typing.NamedTuple):
     """Resident bytes of a process; `most` is the largest anonymous + file-backed memory that it ever had."""
@@ -6198,8 +6198,8 @@ def run_conversion(folder: str, out: str, config: dict, ranks: int = 2) -> Stage
 
 FULL_SIZE_BLIND = """\
 It cannot see: real reads (a hole is a page of zeros at once, without a disk: with real files add the bytes of
-the experts that a step is first to touch, at the disk's speed); what a cache of weights gains where text repeats its
-experts (here each layer draws them at random for each token); values."""
+the experts that a step is first to touch, at the disk's speed); what a cache of weights gains where text repeats
+its experts (here each layer draws them at random for each token); values."""
 
 
 def full_size(config: dict, prefill: int = 16, steps: int = 4, conversion: bool = False, **options) -> int:
@@ -6225,7 +6225,8 @@ def full_size(config: dict, prefill: int = 16, steps: int = 4, conversion: bool 
                    "their bytes")
         one = sum(convert.stored_bytes(*layout[name]) for name in layout if name.startswith(experts))
         stages = fresh(run_stages, folder, ids, prefill, one, max_seq_len=4096, **options)
-        print(f"\nMost anonymous memory: {megabytes(max(s.peak.anonymous for s in stages))}\n{FULL_SIZE_BLIND}")
+        print(f"\nMost anonymous memory: {megabytes(max(s.peak.anonymous for s in stages))}")
+        print(FULL_SIZE_BLIND)
     return 0
 
 
