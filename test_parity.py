@@ -6198,8 +6198,8 @@ def run_conversion(folder: str, out: str, config: dict, ranks: int = 2) -> Stage
 
 FULL_SIZE_BLIND = """\
 It cannot see: real reads (a hole is a page of zeros at once, without a disk: with real files add the bytes of
-the experts that a step is first to touch, at the disk's speed); what a cache of weights gains where text repeats
-its experts (here each layer draws them at random for each token); values."""
+the experts that a step is first to touch, at the disk's speed); what a cache of weights gains where text
+repeats its experts (here each layer draws them at random for each token); values."""
 
 
 def full_size(config: dict, prefill: int = 16, steps: int = 4, conversion: bool = False, **options) -> int:
