@@ -8,6 +8,8 @@
     python test_parity.py box                          what the box can do, and what breaks it
     python test_parity.py golden                       writes the logits that guard it anew
     python test_parity.py bench                        speed beside transformers
+    python test_parity.py full-size                    memory and time at Flash's size, on files with holes
+    python test_parity.py long                         memory and time over the length of a prompt
     python test_parity.py sm120                        compiles the Triton kernels for sm_120, without a GPU
     python test_parity.py kernels                      on a GPU: checks and times them at Flash's shapes
     python test_parity.py vendor --vendor-dir DIR      beside the vendor's model.py, in its inference folder
@@ -40,6 +42,7 @@ import itertools
 import json
 import math
 import mmap
+import multiprocessing
 import os
 import random
 import re
@@ -54,10 +57,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import types
 import typing
+import warnings
 import xml.dom.minidom
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")         # read when torch is imported; see generate.py
@@ -5995,6 +6002,472 @@ def bench(rounds: int = 5):
 
 
 # ==========================================================================================================
+# full-size and long: what the published size and a long prompt cost, in memory and time
+# ==========================================================================================================
+# Memory is what Linux says of a process. Anonymous pages are its own: copies, caches, intermediate results.
+# File-backed ones are the checkpoint's, mapped: the kernel may drop them and read them again. Each
+# measurement is a process of its own, so that what one left in its allocator does not count for the next.
+
+class Memory(typing.NamedTuple):
+    """Resident bytes of a process; `most` is the largest anonymous + file-backed memory that it ever had."""
+    anonymous: int
+    file: int
+    most: int
+
+
+def memory(pid: typing.Union[int, str] = "self") -> Memory:
+    """Of a running process; zeros where it has ended."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    found = (re.search(rf"{key}:\s*(\d+) kB", text) for key in ("RssAnon", "RssFile", "VmHWM"))
+    return Memory(*(int(match[1]) * 1024 if match else 0 for match in found))
+
+
+class Peak(threading.Thread):
+    """Looks at a process's memory every 2 ms while a block runs: `peak` has the largest figures seen.
+
+    Linux keeps such a mark of the sum only (VmHWM), in which mapped files would hide what was allocated."""
+    def __init__(self, pid: typing.Union[int, str] = "self"):
+        super().__init__(daemon=True)
+        self.pid, self.ended = pid, threading.Event()
+        self.peak = memory(pid)
+
+    def look(self):
+        self.peak = Memory(*map(max, self.peak, memory(self.pid)))
+
+    def run(self):
+        with contextlib.suppress(OSError):      # the process has ended
+            while not self.ended.wait(0.002):
+                self.look()
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        self.ended.set()
+        self.join()
+
+
+def fresh(measure: typing.Callable, *args, **keywords):
+    """What a function of this file returns, called in a new process that has all cores.
+
+    glibc keeps much of what is freed for later, up to 32 MB a block, and how much depends on the order of
+    things: twice as much as is in use was seen. So blocks of 1 MB and more go back at once there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads,
+                                 (os.cpu_count(),)) as pool:
+            return pool.submit(measure, *args, **keywords).result()
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+def table_row(*cells):
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def table_head(*cells):
+    table_row(*cells)
+    print("|---" * len(cells) + "|", flush=True)
+
+
+# ---- full-size
+
+SHARD = 3_500_000_000       # bytes: makes 46 files of Flash, as published
+ROUTES = ("norm.weight", "gate.weight")     # what decides, with some embeddings, which experts are routed to
+
+
+def flash_of(layers: int) -> dict:
+    """Flash's config with its first layers only."""
+    return FLASH | {"num_hidden_layers": layers, "compress_ratios": [*FLASH["compress_ratios"][:layers], 0],
+                    "num_hash_layers": min(layers, FLASH["num_hash_layers"])}
+
+
+def in_shards(table: dict) -> list[convert.Layout]:
+    """The tensors of an inventory in their order, in files of about SHARD bytes."""
+    layout = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in table.items()}
+    count = -(-convert.layout_bytes(layout) // SHARD)
+    limit, size = convert.layout_bytes(layout) / count, 0
+    shards = [{} for _ in range(count)]
+    for name, entry in layout.items():
+        shards[min(int(size / limit), count - 1)][name] = entry
+        size += convert.stored_bytes(*entry)
+    return shards
+
+
+def written_rows(name: str, dtype: str, shape: tuple, config: dict, ids: list[int], rng: torch.Generator):
+    """(row, tensor) of the few values that are not left 0."""
+    if name.startswith("mtp."):
+        return
+    if name.endswith(ROUTES):
+        yield 0, random_tensor(name, dtype, list(shape), config, rng)
+    elif name == "embed.weight" or name.endswith("tid2eid"):
+        for i in ids:
+            yield i, random_tensor(name, dtype, [1, *shape[1:]], config, rng)
+
+
+def write_sparse(folder: str, config: dict, ids: list[int]) -> tuple[int, int]:
+    """A published checkpoint of zeros, in files with holes -> the number of files, their bytes on the disk.
+
+    Not 0 is what decides which experts a token of `ids` is routed to. With weights of 0 each layer adds
+    nothing to its input, so that a gate's scores are those of the token's embedding."""
+    rng, weight_map = torch.Generator().manual_seed(0), {}
+    shards = in_shards(convert.inventory(config))
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for file, layout in zip(files, shards):
+        start, header = convert.layout_header(layout)
+        with open(os.path.join(folder, file), "wb") as f:
+            f.write(start)
+            f.truncate(len(start) + convert.layout_bytes(layout))
+            for name, (dtype, shape, offset) in header.items():
+                for row, tensor in written_rows(name, dtype, shape, config, ids, rng):
+                    f.seek(offset + row * (convert.stored_bytes(dtype, shape) // shape[0]))
+                    f.write(tensor.contiguous().view(torch.uint8).numpy())
+        weight_map |= dict.fromkeys(layout, file)
+    index = {"metadata": {"total_size": sum(map(convert.layout_bytes, shards))}, "weight_map": weight_map}
+    Path(folder, convert.INDEX).write_text(json.dumps(index))
+    Path(folder, "config.json").write_text(json.dumps(config))
+    return len(files), sum(os.stat(os.path.join(folder, file)).st_blocks * 512 for file in files)
+
+
+def check_room(folder: str, needed: int):
+    """ValueError where a folder cannot hold files with holes, or not `needed` bytes more."""
+    hint = "set TMPDIR to a folder on another disk"
+    kind = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True).stdout.strip()
+    if kind == "tmpfs":
+        raise ValueError(f"{folder} is in memory (tmpfs), where holes that are read take room: {hint}")
+    with tempfile.NamedTemporaryFile(dir=folder) as f:
+        os.truncate(f.name, 1 << 26)
+        if os.stat(f.name).st_blocks * 512 > 1 << 20:
+            raise ValueError(f"{folder} is on a file system without sparse files: {hint}")
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(f"{folder} has {convert.readable(free)} free, and {convert.readable(needed)} are "
+                         f"needed: {hint}, or take fewer --layers")
+
+
+class Stage(typing.NamedTuple):
+    """A step of a run: its time, the memory after it and the most in it, the experts touched so far."""
+    name: str
+    seconds: float
+    after: Memory
+    peak: Memory
+    experts: int
+
+
+def run_stages(folder: str, ids: list[int], prefill: int, expert_bytes: int, **options) -> list[Stage]:
+    """load_model, then ids: a prompt of the first `prefill`, the others one by one. Prints as it goes."""
+    stages, touched = [], set()
+
+    def stage(name: str, run: typing.Callable):
+        started = time.perf_counter()
+        with Peak() as watch:
+            result = run()
+            took = time.perf_counter() - started
+            watch.look()
+        stages.append(Stage(name, took, memory(), watch.peak, len(touched)))
+        after, peak = stages[-1].after, watch.peak
+        table_row(name, f"{took:.1f} s", megabytes(after.anonymous), megabytes(peak.anonymous),
+                  megabytes(after.file), f"{len(touched):,}", convert.readable(len(touched) * expert_bytes))
+        return result
+
+    stage("before loading", lambda: None)
+    engine, _ = stage("load_model", lambda: generate.load_model(folder, **options))
+    for i, layer in enumerate(engine.layers):
+        layer.ffn.gate.register_forward_hook(lambda gate, inputs, output, i=i: touched.update(
+            (i, expert) for expert in output[1].unique().tolist()))
+    tokens = torch.tensor([ids])
+    stage(f"prefill of {prefill}", lambda: engine(tokens[:, :prefill]))
+    for p in range(prefill, len(ids)):
+        stage(f"token {p - prefill + 1}", lambda: engine(tokens[:, p:p + 1], p))
+    return stages
+
+
+def run_conversion(folder: str, out: str, config: dict, ranks: int = 2) -> Stage:
+    """convert.py, as its user starts it. (wait4's maxrss would begin with the memory of who started it.)"""
+    started = time.perf_counter()
+    process = subprocess.Popen([
+        sys.executable, convert.__file__, "--hf-ckpt-path", folder, "--save-path", out, "--n-experts",
+        str(config["n_routed_experts"]), "--model-parallel", str(ranks)])
+    with Peak(process.pid) as watch:
+        if process.wait():
+            raise ChildProcessError(f"convert.py ended with exit code {process.returncode}")
+    return Stage("conversion", time.perf_counter() - started, Memory(0, 0, 0), watch.peak, 0)
+
+
+FULL_SIZE_BLIND = """\
+It cannot see: real reads (a hole is a page of zeros at once, without a disk: with real files add the bytes of
+the experts that a step is first to touch, at the disk's speed); what a cache of weights gains where text
+repeats its experts (here each layer draws them at random for each token); values."""
+
+
+def full_size(config: dict, prefill: int = 16, steps: int = 4, conversion: bool = False, **options) -> int:
+    """Prints what loading, a prompt and single tokens take, or what converting takes; of zeros."""
+    if prefill < 1 or steps < 0 or prefill + steps > config["vocab_size"]:
+        raise ValueError("--prefill is 1 or more, --steps 0 or more")
+    layout = {name: (e["dtype"], tuple(e["shape"])) for name, e in convert.inventory(config).items()}
+    size, experts = convert.layout_bytes(layout), "layers.0.ffn.experts.0."
+    with tempfile.TemporaryDirectory(prefix="parity-") as folder:
+        gates = sum(convert.stored_bytes(*layout[name]) for name in layout if name.endswith(ROUTES))
+        check_room(folder, gates + (1 << 26) + conversion * int(size * 1.05))
+        ids = list(range(prefill + steps))
+        files, on_disk = write_sparse(folder, config, ids)
+        print(f"{config['num_hidden_layers']} layers: {len(layout):,} tensors of {size:,} bytes in {files} "
+              f"files, {convert.readable(on_disk)} of them on the disk; {os.cpu_count()} threads\n")
+        if conversion:
+            table_head("", "time", "most memory", "of it anonymous", "file-backed, at most")
+            found = run_conversion(folder, os.path.join(folder, "converted"), config)
+            table_row(found.name, f"{found.seconds:.1f} s", megabytes(found.peak.most),
+                      megabytes(found.peak.anonymous), megabytes(found.peak.file))
+            return 0
+        table_head("", "time", "anonymous after", "most", "file-backed after", "experts touched",
+                   "their bytes")
+        one = sum(convert.stored_bytes(*layout[name]) for name in layout if name.startswith(experts))
+        stages = fresh(run_stages, folder, ids, prefill, one, max_seq_len=4096, **options)
+        print(f"\nMost anonymous memory: {megabytes(max(s.peak.anonymous for s in stages))}")
+        print(FULL_SIZE_BLIND)
+    return 0
+
+
+# ---- long
+
+# The indexer at its real size, one layer of each ratio, and little else. Quantised as what is published: for
+# each new shape of a bf16 product oneDNN keeps code, some 50 KB, and plain experts have as many shapes as
+# tokens are routed to them.
+LONG = SMALL | QUANTISED | {
+    "num_hidden_layers": 3, "num_hash_layers": 1, "head_dim": 512, "n_routed_experts": 4, "index_n_heads": 64,
+    "index_topk": 512, "compress_ratios": [0, 4, 128, 0], "swiglu_limit": 10.0}
+MILLION = 1 << 20
+LONG_STEPS = 32             # single tokens after each prompt
+
+
+class LongRun(typing.NamedTuple):
+    """Seconds of a prefill and of one token after it (median); bytes above those after loading."""
+    prefill: float
+    token: float
+    peak: int
+    caches: int             # rows of the caches that were written
+
+
+def cache_bytes(engine: model.Transformer, positions: int) -> int:
+    """What one conversation of so many positions has written of the caches."""
+    size = 0
+    for layer in engine.layers:
+        attn, ratio = layer.attn, layer.attn.compress_ratio
+        rows = min(positions, attn.ring_size) + (positions // ratio if ratio else 0)
+        size += rows * attn.head_dim * attn.kv_cache.itemsize
+        if ratio == 4:
+            size += positions // ratio * attn.indexer.head_dim * attn.indexer.kv_cache.itemsize
+    return size
+
+
+def load_quietly(folder: str, **options) -> model.Transformer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")     # there is no tokenizer
+        return generate.load_model(folder, max_batch_size=1, **options)[0]
+
+
+def run_long(folder: str, length: int, chunk: int, steps: int = LONG_STEPS) -> LongRun:
+    """A prompt in chunks, then single tokens."""
+    engine = load_quietly(folder, max_seq_len=length + steps)
+    tokens = random_tokens(length + steps, engine.vocab_size)
+    before, times = memory(), []
+    with Peak() as watch:
+        started = time.perf_counter()
+        for at in range(0, length, chunk):
+            engine(tokens[:, at:min(at + chunk, length)], at)
+        prefill = time.perf_counter() - started
+        for p in range(length, length + steps):
+            started = time.perf_counter()
+            engine(tokens[:, p:p + 1], p)
+            times.append(time.perf_counter() - started)
+    return LongRun(prefill, statistics.median(times), watch.peak.anonymous - before.anonymous,
+                   cache_bytes(engine, length + steps))
+
+
+def stand_at(engine: model.Transformer, position: int):
+    """Makes an engine go on from where it never was, over random rows: time does not depend on them."""
+    for attn in engine.attentions():
+        attn.kv_cache.normal_()
+        if attn.compress_ratio == 4:
+            attn.indexer.kv_cache.normal_()
+    engine.end_pos, engine.bsz = position, 1
+
+
+def run_decode(folder: str, lengths: list[int], steps: int = LONG_STEPS) -> list[float]:
+    """Seconds of a token (median) after each length, one engine each, in turn."""
+    times = [[] for _ in lengths]
+    engines = [load_quietly(folder, max_seq_len=max(lengths) + steps + 4) for _ in lengths]
+    tokens = random_tokens(steps + 4, engines[0].vocab_size)
+    for engine, length in zip(engines, lengths):
+        stand_at(engine, length)
+    for i in range(steps + 4):
+        for engine, length, found in zip(engines, lengths, times):
+            started = time.perf_counter()
+            engine(tokens[:, i:i + 1], length + i)
+            found.append(time.perf_counter() - started)
+    return [statistics.median(found[4:]) for found in times]       # the first ones warm up
+
+
+def run_context(folder: str, max_seq_len: int) -> tuple[int, int, int, float]:
+    """Bytes of the caches; grown by while loading, and at most during a token at the end; its seconds."""
+    before = memory()
+    engine = load_quietly(folder, max_seq_len=max_seq_len)
+    loaded = memory()
+    caches = [cache for attn in engine.attentions() for cache in (
+        attn.kv_cache, attn.indexer.kv_cache if attn.compress_ratio == 4 else attn.kv_cache[:0])]
+    engine.end_pos, engine.bsz = max_seq_len - 1, 1     # over rows that were never written
+    with Peak() as watch:
+        started = time.perf_counter()
+        engine(torch.zeros(1, 1, dtype=torch.long), max_seq_len - 1)
+        took = time.perf_counter() - started
+        watch.look()
+    return (sum(cache.nbytes for cache in caches), loaded.anonymous - before.anonymous,
+            watch.peak.anonymous - loaded.anonymous, took)
+
+
+def long(lengths: list[int], chunk: int) -> int:
+    """Prints what prompts of these lengths take, tokens after a long one, and a context of a million."""
+    if chunk < 1 or min(lengths) < 1:
+        raise ValueError("--chunk and each of --lengths are 1 or more")
+    folder = write_checkpoint(os.path.join(work_folder(), "long"), LONG)
+    print(f"{os.cpu_count()} threads, random fp8 and fp4 weights, bf16, round trips on. Ratios 0, 4, 128; 64 "
+          f"index heads; chunks of {chunk}\n")
+    table_head("prompt", "prefill", "tokens/s", "most memory above loading", "of it caches", "above caches",
+               "ms per token after it", "ratio")
+    first = None
+    for length in lengths:
+        found = fresh(run_long, folder, length, chunk)
+        first = first or found
+        table_row(f"{length:,}", f"{found.prefill:.1f} s", f"{length / found.prefill:,.0f}",
+                  megabytes(found.peak), megabytes(found.caches), megabytes(found.peak - found.caches),
+                  f"{found.token * 1e3:.1f}", f"{found.token / first.token:.2f}")
+    print("\nA token after a long context, the model of `bench`, in turn, over random rows:\n")
+    lengths = [1024, 32768]
+    times = fresh(run_decode, write_checkpoint(os.path.join(work_folder(), "bench"), BENCH), lengths)
+    table_head("context", "ms per token", "ratio")
+    for length, took in zip(lengths, times):
+        table_row(f"{length:,}", f"{took * 1e3:.1f}", f"{took / times[0]:.2f}")
+    print("\nCaches are allocated for the whole context, and resident as they are written:\n")
+    table_head("model", "context", "caches", "loading adds", "a token at its end adds at most", "and takes")
+    for name, path in (("of this table", folder), ("tiny/", BOX)):
+        for context in (4096, MILLION):
+            caches, loading, token, took = fresh(run_context, path, context)
+            table_row(name, f"{context:,}", megabytes(caches), megabytes(loading), megabytes(token),
+                      f"{took:.2f} s")
+    return 0
+
+
+# ---- full-size and long: commands and proofs
+
+MEASURING = ("full-size", "long")
+
+
+def add_measuring_parsers(commands):
+    parser = commands.add_parser("full-size", help="memory and time of a checkpoint of Flash's size")
+    parser.add_argument("--layers", type=int, default=43, help="layers of the same shapes (default: 43)")
+    parser.add_argument("--prefill", type=int, default=16, help="tokens of the prompt (default: 16)")
+    parser.add_argument("--steps", type=int, default=4, help="single tokens after it (default: 4)")
+    parser.add_argument("--cache-gb", type=float, help="load_model's cache_gb (default: load_model's own)")
+    parser.add_argument("--convert", action="store_true", help="convert it for two ranks, and run nothing")
+    parser = commands.add_parser("long", help="memory and time over the length of a prompt")
+    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], metavar="N,N,...",
+                        default=[2048, 8192, 32768, 131072], help="tokens (default: 2048,8192,32768,131072)")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens in a pass (default: 512)")
+
+
+def run_measuring(args: argparse.Namespace) -> int:
+    """Exit code 2 where it cannot be measured here, 1 where a measured process failed."""
+    try:
+        if not os.path.exists("/proc/self/status"):
+            raise ValueError("memory is read from /proc, which only Linux has")
+        if args.command == "long":
+            return long(args.lengths, args.chunk)
+        if not 1 <= args.layers <= FLASH["num_hidden_layers"]:
+            raise ValueError(f"--layers {args.layers}: Flash has 1 to {FLASH['num_hidden_layers']}")
+        options = {} if args.cache_gb is None else {"cache_gb": args.cache_gb}
+        return full_size(flash_of(args.layers), args.prefill, args.steps, args.convert, **options)
+    except KeyboardInterrupt:
+        print(f"\n{args.command}: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"{args.command}: {generate.describe(error)}", file=sys.stderr)
+        return 1 if isinstance(error, ChildProcessError) else 2
+    except BrokenProcessPool:
+        print(f"{args.command}: the measured process was killed: too little memory?", file=sys.stderr)
+        return 1
+
+
+def test_flash_in_files_as_published():
+    shards = in_shards(convert.inventory(FLASH))
+    assert len(shards) == 46 and sum(map(len, shards)) == 69187
+    sizes = [convert.layout_bytes(layout) for layout in shards]
+    assert sum(sizes) == 159_609_485_896 and max(sizes) < 1.2 * min(sizes)
+    assert [name for layout in shards for name in layout] == list(convert.inventory(FLASH))
+    assert convert.inventory(flash_of(43)) == convert.inventory(FLASH)
+
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+# some 800 MB, so that holes show; layers of each ratio, hashed and scored
+SPARSE = FILES | {"hidden_size": 1024, "moe_intermediate_size": 1024, "n_routed_experts": 128,
+                  "num_experts_per_tok": 6}
+
+
+@needs_proc
+def test_full_size_on_a_smaller_model(capfd):
+    assert full_size(SPARSE, prefill=3, steps=2) == 0
+    title, *table = capfd.readouterr().out.splitlines()
+    rows = [re.split(r" *\| *", line)[1:-1] for line in table if line.startswith("|")][2:]
+    assert [row[0] for row in rows] == ["before loading", "load_model", "prefill of 3", "token 1", "token 2"]
+    memory_of, experts = ([int(re.sub(r"\D", "", row[i])) for row in rows] for i in (2, 5))
+    count, on_disk = re.search(r"([\d,]+) bytes in 1 files, ([\d.]+) MB", title).groups()
+    assert int(count.replace(",", "")) > 8e8 and float(on_disk) < 8
+    # a token has 6 experts in each of 3 layers, and most are its own: no two gates choose alike
+    assert experts[:2] == [0, 0] and 45 < experts[2] <= 54 and 75 < experts[4] <= 90
+    assert experts[4] > experts[3] > experts[2] and memory_of[2] < memory_of[0] + 300
+
+
+@needs_proc
+def test_conversion_is_watched(tmp_path):
+    write_sparse(str(tmp_path), SPARSE, [0])
+    found = run_conversion(str(tmp_path), str(tmp_path / "out"), SPARSE)
+    assert len(list((tmp_path / "out").glob("model?-mp2.safetensors"))) == 2
+    assert 50e6 < found.peak.anonymous < found.peak.most < 1e9
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ChildProcessError, match="exit code 2"):
+        run_conversion(str(tmp_path), str(tmp_path / "out"), SPARSE)
+
+
+@needs_proc
+def test_a_peak_is_seen():
+    with Peak() as watch:
+        block = torch.ones(25_000_000)
+        del block
+    assert 90e6 < watch.peak.anonymous - memory().anonymous < 200e6
+
+
+@needs_proc
+def test_a_context_of_a_million_is_not_resident():
+    """Caches are allocated, and not touched before use; nor is anything else by a token at the end."""
+    caches, loading, token, _ = fresh(run_context, BOX, MILLION)
+    assert caches > 300e6 and loading < 50e6 and token < 100e6
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["full-size", "--layers", "44"], "Flash has 1 to 43"), (["full-size", "--prefill", "0"], "1 or more"),
+    (["full-size", "--layers", "1"], "room"), (["long", "--chunk", "0"], "1 or more")])
+def test_measuring_refuses(monkeypatch, capsys, argv, says):
+    monkeypatch.setattr(sys, "argv", ["test_parity.py", *argv])
+    if says == "room":
+        says = "free, and"
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1 << 20))
+    assert main() == 2
+    assert says in capsys.readouterr().err
+
+
+# ==========================================================================================================
 # vendor: the vendor's model.py over our kernel.py
 # ==========================================================================================================
 
@@ -10070,6 +10543,7 @@ def main() -> int:
     commands.add_parser("kernels", help="on a GPU: check every Triton kernel and time it at Flash's shapes")
     commands.add_parser("golden", help="tiny/golden.npz anew, from the NumPy reference")
     commands.add_parser("interpret", help="the interpreter's checks as JSON; for test_kernels_interpreted")
+    add_measuring_parsers(commands)
     vendor = commands.add_parser("vendor", help="our model.py against the vendor's, over our kernel.py")
     vendor.add_argument("--vendor-dir", required=True, help="a copy of the vendor's inference folder")
     for name, command in LAB.items():
@@ -10081,6 +10555,8 @@ def main() -> int:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     if args.command in LAB:
         return run_lab(args)
+    if args.command in MEASURING:
+        return run_measuring(args)
     if args.command == "vendor":
         return compare_with_vendor(args.vendor_dir)
     return {"bench": bench, "traps": print_traps, "sm120": sm120, "kernels": kernels,
