@@ -50,6 +50,8 @@ FP4_BLOCK = 32                      # an FP4 weight has one scale per row and 32
 WEIGHT_TILE = 1 << 22               # weights that a GEMM holds dequantised at a time: 16 MiB of fp32
 SCORE_TILE = 1 << 20                # scores that sparse_attn holds at a time
 INDEX_TILE = 1 << 24                # index scores before their sum over heads that exist at a time
+INDEX_ROWS = 1 << 11                # rows that are scored at a time
+SHAPE_STEP = 128                    # sizes that a prompt decides are rounded up to multiples: see wide_matmul
 SMALL_M = 64                        # up to so many rows a GEMM takes the tiles for few of them
 SPLIT_BLOCKS = 4                    # blocks of 128 columns that a program multiplies at least
 SPLIT_KEYS = 64                     # rows that a program attends at least
@@ -351,7 +353,8 @@ def plain_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def wide_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b in fp32, of any float dtype. Of bf16 operands a CPU may multiply the bf16, with sums in fp32.
 
-    That is exact: products of bf16 numbers fit into fp32. With AMX it takes less than half the time."""
+    That is exact: products of bf16 numbers fit into fp32. With AMX it takes less than half the time. oneDNN
+    compiles code for each new shape (1 ms) and keeps it, so callers let few different ones come."""
     precision = torch.backends.mkldnn.matmul
     saved = precision.fp32_precision
     if a.dtype == b.dtype == torch.bfloat16 and a.numel() > 16 * a.size(-1):      # for few rows it is slower
@@ -835,6 +838,7 @@ def sparse_attn_ref(
         return o
     # A tile of t queries scores the union of their rows: at most n, and at most t * topk of them.
     t = max(SCORE_TILE // (h * n), int((SCORE_TILE / (h * max(topk, 1))) ** 0.5), 1)
+    t = 1 << (t.bit_length() - 1)
     for i in range(b):
         for j in range(0, m, t):
             o[i, j:j + t] = _attend(q[i, j:j + t], kv[i], attn_sink, topk_idxs[i, j:j + t], softmax_scale)
@@ -849,8 +853,12 @@ def named_rows(idxs: torch.Tensor, n: int):
     count = torch.zeros(len(idxs), 1 + n, device=idxs.device)           # [t,1+n]
     count.scatter_add_(1, idxs.long() + 1, count.new_ones(idxs.shape))
     rows = count[:, 1:].any(dim=0).nonzero()[:, 0]                      # [u]
+    if len(rows) == 0:
+        return rows, 0.
+    more = -len(rows) % SHAPE_STEP      # copies of a row, attended by none
     # the logarithm is -inf for never, 0 for once, and serves repeated indices
-    return rows, count[:, rows + 1].log_().unsqueeze(1)
+    seen = F.pad(count[:, rows + 1].log_(), (0, more), value=-torch.inf)
+    return F.pad(rows, (0, more), value=int(rows[0])), seen.unsqueeze(1)
 
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, attn_sink: torch.Tensor, idxs: torch.Tensor, scale: float):
@@ -909,15 +917,20 @@ def index_score(
 def index_score_ref(
     q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    b, m, h, _ = q.shape
-    rows = torch.arange(k.size(1), device=q.device)
-    tile = max(INDEX_TILE // (b * h * max(k.size(1), 1)), 1)
-    scores = []
-    for q, weights, visible in zip(q.split(tile, dim=1), weights.split(tile, dim=1), visible.split(tile)):
-        score = torch.matmul(q.flatten(1, 2), k.transpose(1, 2)).unflatten(1, (-1, h))     # [b,tile,h,r]
-        score = (score.relu_() * weights.unsqueeze(-1)).sum(dim=2)      # [b,tile,r]
-        scores.append(score.masked_fill_(rows >= visible, -torch.inf))
-    return torch.cat(scores, dim=1)
+    (b, m, h, _), rows = q.shape, k.size(1)
+    scores = q.new_empty(b, m, rows)
+    tile = max(INDEX_TILE // (b * h * INDEX_ROWS), 1)
+    for i in range(0, rows, INDEX_ROWS):
+        block = k[:, i:i + INDEX_ROWS]
+        n = block.size(1)
+        block = F.pad(block, (0, 0, 0, -n % SHAPE_STEP)).transpose(1, 2)                # [b,d,n]
+        seen = torch.arange(i, i + n, device=q.device) < visible                        # [m,n]
+        for j in range(0, m, tile):
+            here = slice(j, j + tile)
+            score = torch.matmul(q[:, here].flatten(1, 2), block)[..., :n].unflatten(1, (-1, h))
+            score = (score.relu_() * weights[:, here].unsqueeze(-1)).sum(dim=2)         # [b,tile,n]
+            scores[:, here, i:i + n] = score.masked_fill_(~seen[here], -torch.inf)
+    return scores
 
 
 # ==========================================================================================================
