@@ -2956,7 +2956,7 @@ class ChatScript(torch.nn.Module):
         super().__init__()
         self.script, self.tokenizer, self.delay = script, tokenizer, delay
         self.max_seq_len, self.max_batch_size, self.vocab_size = max_seq_len, 1, tokenizer.get_vocab_size()
-        self.held, self.passes = [], []
+        self.held, self.passes, self.args = [], [], types.SimpleNamespace(max_chunk=generate.PREFILL_CHUNK)
 
     def forward(self, input_ids, start_pos=0):
         time.sleep(self.delay)
@@ -3686,6 +3686,7 @@ def test_chat_sample():
 class ChatCounter(torch.nn.Module):
     """Says one more than the sum of a row's tokens, so every token depends on all before it."""
     max_seq_len, max_batch_size, vocab_size = 40, 3, 17
+    args = types.SimpleNamespace(max_chunk=4)
 
     def __init__(self):
         super().__init__()
@@ -3697,9 +3698,8 @@ class ChatCounter(torch.nn.Module):
         return torch.nn.functional.one_hot((self.sums + 1) % self.vocab_size, self.vocab_size) * 100.0
 
 
-def test_chat_generate_batch(monkeypatch):
+def test_chat_generate_batch():
     """The vendor's batch: each row as alone, ground truth over the model's choice, EOS at the end of each."""
-    monkeypatch.setattr(generate, "PREFILL_CHUNK", 4)
     prompts = [[3, 5, 2, 2, 1], [1] * 11, [4, 4, 4, 4, 4, 4, 4]]
     model = ChatCounter()
     batch = generate.generate(model, prompts, 12, 16, 0)
@@ -3784,7 +3784,7 @@ def chat_model():
         "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 1024,
                          "beta_fast": 32, "beta_slow": 1},
         "index_n_heads": 16, "index_head_dim": 128, "index_topk": 8, "hc_mult": 4, "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6}, max_seq_len=512, max_batch_size=1)
+        "hc_eps": 1e-6}, max_seq_len=512, max_batch_size=1, max_chunk=50)
     with torch.device("meta"):
         model = Transformer(args, torch.float32, ())
     model.to_empty(device="cpu")
@@ -3799,9 +3799,8 @@ def chat_model():
 
 
 @torch.inference_mode()
-def test_chat_session_reuse_real_model(monkeypatch):
+def test_chat_session_reuse_real_model():
     """Turns that go on, go back, or start again say what a fresh run of the same model says. fp32."""
-    monkeypatch.setattr(generate, "PREFILL_CHUNK", 50)
     model, rng, runs = chat_model(), random.Random(16), []
     session = Session(model)
     some = lambda n: [rng.randrange(64) for _ in range(n)]
