@@ -1473,7 +1473,7 @@ def save_history() -> None:
 def describe(error: Exception) -> str:
     """One line for an error: ours speak for themselves, others by their kind."""
     text = (str(error).splitlines() or [""])[0]
-    if world_size() > 1 and re.search("Connection (closed|reset) by peer|Broken pipe", text):
+    if isinstance(error, RuntimeError) and re.search("Connection (closed|reset) by peer", text):    # gloo's
         return "another rank has ended; torchrun's report says which one"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
