@@ -19,7 +19,7 @@ Deliberate differences from the vendor's encoding_dsv4.py:
 Deliberate differences from the vendor's generate.py:
 - load_model reads the published checkpoint; sample and generate also take top_p; temperature 0 is argmax
   everywhere. main takes the command line; the encoding is in this file (no current_dir, encoding_dir).
-- The prompt is prefilled in chunks (memory, progress, Ctrl-C), and a chat computes only what is new to the model.
+- The prompt is prefilled in chunks (memory, progress, Ctrl-C), and a chat computes only what is new.
 - An answer streams, and one that the token limit cut is marked; the vendor ends it as if it were whole.
 - Defaults: 4096 new tokens (the vendor: 300), a context of up to 16384 (4096), the temperature of
   generation_config.json (0.6).
@@ -44,6 +44,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import convert
@@ -117,7 +118,7 @@ ROUND_TRIPS = ("kv", "index", "hadamard", "act")    # model.ROUND_TRIPS, known h
 DEFAULT_CKPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
 DEFAULT_CONTEXT = 16384     # tokens, where neither --max-seq-len nor a shorter checkpoint says otherwise
 MAX_BATCH = 4               # prompts at a time, as in the vendor's ModelArgs
-PREFILL_CHUNK = 512         # tokens at a time: model.ModelArgs.max_chunk, known here without importing torch
+PREFILL_CHUNK = 512         # a chat's ModelArgs.max_chunk: tokens that run through the layers at a time
 KEPT_POINTS = 32            # points that a chat can go back to; one is some 20 MB for Flash
 RANK_0_SECONDS = 10         # in which rank 0 says what every rank refuses
 MAX_TOOL_ROUNDS = 16        # answers in a row that call tools, before the chat asks a person again
@@ -1019,11 +1020,9 @@ def default_context(config: dict) -> int:
 
 def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[str] = None, dtype=None,
                max_seq_len: Optional[int] = None, round_trips: Tuple[str, ...] = ROUND_TRIPS,
-               max_batch_size: int = MAX_BATCH, max_chunk: int = PREFILL_CHUNK,
+               max_batch_size: int = MAX_BATCH, max_chunk: Optional[int] = None,
                progress: Optional[Callable[[int, int], None]] = None):
     """-> (model, tokenizer). dtype=torch.float32 with round_trips=() is the exact mode. Ranks: torchrun's."""
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
     from model import ModelArgs, Transformer
@@ -1038,9 +1037,10 @@ def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[st
     settings = config_of(ckpt_path, config)
     if max_seq_len is None:
         max_seq_len = default_context(settings)
+    max_chunk = ModelArgs.max_chunk if max_chunk is None else min(max_chunk, max_seq_len)
     # the MTP block drafts tokens for a speculative decoder, which this is not
     args = ModelArgs.from_config(settings, max_seq_len=max_seq_len, max_batch_size=max_batch_size,
-                                 max_chunk=min(max_chunk, max_seq_len), n_mtp_layers=0)
+                                 max_chunk=max_chunk, n_mtp_layers=0)
     convert.check_parallel(settings, world_size())
     with torch.device("meta"):
         model = Transformer(args, dtype=dtype or torch.bfloat16, round_trips=tuple(round_trips))

@@ -131,7 +131,7 @@ class ModelArgs:
     """Hyperparameters under the vendor's names. Only what a config cannot know has a default."""
     max_batch_size: int = 4
     max_seq_len: int = 4096
-    max_chunk: int = 512        # tokens that run through the layers at a time
+    max_chunk: int = 1024       # tokens that run through the layers at a time
     scale_fmt: Optional[str]
     vocab_size: int
     dim: int

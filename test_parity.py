@@ -4480,7 +4480,6 @@ def test_chat_ranks_interrupt(tokens):
 
 def test_chat_prefill_chunk(monkeypatch, capfd):
     """The answer does not depend on the chunk; one longer than the context costs nothing. fp32."""
-    assert model.ModelArgs.max_chunk == generate.PREFILL_CHUNK
     argv = ["--quiet", *CHAT_EXACT, "--temperature", "0", "--max-new-tokens", "8", "--max-seq-len", "200",
             "--prompt", "The code for Anna is 12. " * 8 + "What is the code for Anna?"]
     loaded, load_model = [], generate.load_model
