@@ -19,7 +19,7 @@ Deliberate differences from the vendor's encoding_dsv4.py:
 Deliberate differences from the vendor's generate.py:
 - load_model reads the published checkpoint; sample and generate also take top_p; temperature 0 is argmax
   everywhere. main takes the command line; the encoding is in this file (no current_dir, encoding_dir).
-- The prompt is prefilled in chunks (progress, Ctrl-C), and a chat computes only what is new to the model.
+- The prompt is prefilled in chunks (memory, progress, Ctrl-C), and a chat computes only what is new.
 - An answer streams, and one that the token limit cut is marked; the vendor ends it as if it were whole.
 - Defaults: 4096 new tokens (the vendor: 300), a context of up to 16384 (4096), the temperature of
   generation_config.json (0.6).
@@ -44,6 +44,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import convert
@@ -117,8 +118,9 @@ ROUND_TRIPS = ("kv", "index", "hadamard", "act")    # model.ROUND_TRIPS, known h
 DEFAULT_CKPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
 DEFAULT_CONTEXT = 16384     # tokens, where neither --max-seq-len nor a shorter checkpoint says otherwise
 MAX_BATCH = 4               # prompts at a time, as in the vendor's ModelArgs
-PREFILL_CHUNK = 512         # tokens between two looks at the progress line and at Ctrl-C
+PREFILL_CHUNK = 512         # a chat's ModelArgs.max_chunk: tokens that run through the layers at a time
 KEPT_POINTS = 32            # points that a chat can go back to; one is some 20 MB for Flash
+RANK_0_SECONDS = 10         # in which rank 0 says what every rank refuses
 MAX_TOOL_ROUNDS = 16        # answers in a row that call tools, before the chat asks a person again
 TOOL_SECONDS = 60
 TOOL_BYTES = 1 << 20        # of a tool's output; a context holds less
@@ -816,9 +818,9 @@ def generate(model, prompt_tokens: List[List[int]], max_new_tokens: int, eos_id:
     finished = torch.zeros(len(prompt_tokens), dtype=torch.bool)
     prev_pos = 0
     for cur_pos in range(min(prompt_lens), total_len):
-        for start in range(prev_pos, cur_pos, PREFILL_CHUNK):
+        for start in range(prev_pos, cur_pos, model.args.max_chunk):
             with torch.inference_mode():
-                logits = model.forward(tokens[:, start:min(start + PREFILL_CHUNK, cur_pos)], start)
+                logits = model.forward(tokens[:, start:min(start + model.args.max_chunk, cur_pos)], start)
         next_token = sample_on_all_ranks(logits, temperature, top_p)
         next_token = torch.where(prompt_mask[:, cur_pos], tokens[:, cur_pos], next_token)
         tokens[:, cur_pos] = next_token
@@ -897,9 +899,10 @@ class Session:
         started = time.monotonic()
         reused = self._rewind(prompt)
         self.stats = Statistics(len(prompt) - reused, reused)
+        chunk = self.model.args.max_chunk       # between two of them come progress and Ctrl-C
         # Before the last token, <think> or </think>, is where /regen and turns without old thoughts start.
-        for start in range(reused, len(prompt) - 1, PREFILL_CHUNK):
-            self._forward(prompt[start:min(start + PREFILL_CHUNK, len(prompt) - 1)])
+        for start in range(reused, len(prompt) - 1, chunk):
+            self._forward(prompt[start:min(start + chunk, len(prompt) - 1)])
             progress(len(self.tokens) - reused, len(prompt) - reused, time.monotonic() - started)
         self._keep()
         logits = self._forward(prompt[-1:])
@@ -1017,7 +1020,8 @@ def default_context(config: dict) -> int:
 
 def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[str] = None, dtype=None,
                max_seq_len: Optional[int] = None, round_trips: Tuple[str, ...] = ROUND_TRIPS,
-               max_batch_size: int = MAX_BATCH, progress: Optional[Callable[[int, int], None]] = None):
+               max_batch_size: int = MAX_BATCH, max_chunk: Optional[int] = None,
+               progress: Optional[Callable[[int, int], None]] = None):
     """-> (model, tokenizer). dtype=torch.float32 with round_trips=() is the exact mode. Ranks: torchrun's."""
     import torch
     import torch.distributed as dist
@@ -1028,13 +1032,16 @@ def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[st
         device = torch.device("cuda", local_rank if device.index is None else device.index)
         torch.cuda.set_device(device)
     if world_size() > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # ranks wait for what a person types: longer than the half hour that is the default
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=7))
     settings = config_of(ckpt_path, config)
     if max_seq_len is None:
         max_seq_len = default_context(settings)
+    max_chunk = ModelArgs.max_chunk if max_chunk is None else min(max_chunk, max_seq_len)
     # the MTP block drafts tokens for a speculative decoder, which this is not
     args = ModelArgs.from_config(settings, max_seq_len=max_seq_len, max_batch_size=max_batch_size,
-                                 n_mtp_layers=0)
+                                 max_chunk=max_chunk, n_mtp_layers=0)
+    convert.check_parallel(settings, world_size())
     with torch.device("meta"):
         model = Transformer(args, dtype=dtype or torch.bfloat16, round_trips=tuple(round_trips))
     convert.load_weights(model, ckpt_path, device=device, progress=progress)
@@ -1237,7 +1244,7 @@ class Chat:
         except KeyboardInterrupt:
             screen.progress("")
             if world_size() > 1:
-                raise       # Ctrl-C has reached the other ranks, too
+                raise       # torchrun ends all ranks, whatever they do
             how = "interrupt"
         shown = dict(parser.text)
         message = parser.close()
@@ -1314,7 +1321,12 @@ class Chat:
     def _read_line(self, prompt: str) -> str:
         """input() edits lines and keeps a history, and needs a terminal on both ends for that."""
         if sys.stdin.isatty() and sys.stdout.isatty():
-            line = input(prompt)
+            # torchrun ends all ranks when one has died: an exception, for input to put the terminal right
+            before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            try:
+                line = input(prompt)
+            finally:
+                signal.signal(signal.SIGTERM, before)
             save_history()
             return line
         if sys.stdin.isatty():
@@ -1337,6 +1349,8 @@ class Chat:
                 self.screen.note("")
                 return 0
             except KeyboardInterrupt:
+                if world_size() > 1:
+                    raise       # torchrun ends all ranks, whatever they do
                 self.screen.note("\n[Ctrl-D or /exit leaves]")
                 continue
             try:
@@ -1351,7 +1365,7 @@ class Chat:
                 return 0
             except KeyboardInterrupt:
                 if world_size() > 1:
-                    raise       # Ctrl-C has reached the other ranks, too
+                    raise
                 self.screen.note("[stopped; the turn is taken back]")
             except Exception as error:
                 ranks_differ = world_size() > 1 and not isinstance(error, ValueError)
@@ -1459,6 +1473,8 @@ def save_history() -> None:
 def describe(error: Exception) -> str:
     """One line for an error: ours speak for themselves, others by their kind."""
     text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, RuntimeError) and re.search("Connection (closed|reset) by peer", text):    # gloo's
+        return "another rank has ended; torchrun's report says which one"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
@@ -1483,6 +1499,20 @@ def rank() -> int:
         raise ValueError(f"RANK is {number}, but WORLD_SIZE is {size}: start with torchrun, or unset both to "
                          "run alone")
     return number
+
+
+def let_rank_0_speak() -> None:
+    """What every rank refuses, rank 0 says; torchrun, told by its exit code, then ends the others here.
+
+    So what a rank says after this wait is its own trouble, and each trouble is said once."""
+    if rank() > 0:
+        time.sleep(RANK_0_SECONDS)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        let_rank_0_speak()
+        super().error(message)
 
 
 def leave_ranks() -> None:
@@ -1539,7 +1569,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
         return read
 
     count = number(int, (1, 1 << 40), "positive whole number")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Chat with DeepSeek-V4. Without --prompt, --messages and --input-file: a chat when "
         "standard input is a terminal, else standard input is the prompt.")
     parser.add_argument("--ckpt-path", default=DEFAULT_CKPT, help="folder of the checkpoint (default: tiny/)")
@@ -1562,6 +1592,9 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=number(int, (-1 << 63, (1 << 64) - 1), "64-bit whole number"),
                         default=SEED)
     parser.add_argument("--max-seq-len", type=count, help="context, in tokens")
+    parser.add_argument("--prefill-chunk", type=count, default=PREFILL_CHUNK,
+                        help="prompt tokens that run through the layers at a time (default: %(default)s): "
+                        "more are faster, and take more memory")
     parser.add_argument("--round-trips", default=",".join(ROUND_TRIPS), metavar="LIST",
                         help="roundings to simulate, of %(default)s; or none")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of activations")
@@ -1702,12 +1735,14 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(
         args.ckpt_path, args.config, dtype=torch.float32 if args.dtype == "fp32" else torch.bfloat16,
         max_seq_len=args.max_seq_len, round_trips=args.round_trips,
-        max_batch_size=min(max(len(prompts), 1), MAX_BATCH), progress=progress)
+        max_batch_size=min(max(len(prompts), 1), MAX_BATCH), max_chunk=args.prefill_chunk, progress=progress)
     screen.progress("")
     if prompts:
         return answer_file(model, tokenizer, prompts, settings)
     if not leads:
         return follow(model)
+    if world_size() > 1:    # from here on Ctrl-C has to put the terminal right, and to end a tool
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     chat = Chat(model, tokenizer, settings)
     if messages:
         code = one_shot(chat, messages)
@@ -1737,7 +1772,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     leads = True
     try:
         leads = rank() == 0
-        if not leads:       # rank 0 does the talking; errors are anyone's
+        if world_size() > 1:    # Python would hear Ctrl-C only when a wait for another rank is over
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not leads:       # rank 0 does the talking
             sys.stdout = open(os.devnull, "w", encoding="utf-8", errors="replace")
         return run(parse_args(argv))
     except KeyboardInterrupt:
@@ -1747,8 +1784,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if leads or not isinstance(error, ValueError):      # those all ranks have
-            print(f"error: {describe(error)}", file=sys.stderr)
+        if not leads:
+            let_rank_0_speak()
+        print(f"error: {describe(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     finally:
         leave_ranks()

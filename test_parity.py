@@ -49,6 +49,7 @@ import re
 import resource
 import select
 import shutil
+import signal
 import socket
 import stat
 import statistics
@@ -2964,7 +2965,7 @@ class ChatScript(torch.nn.Module):
         super().__init__()
         self.script, self.tokenizer, self.delay = script, tokenizer, delay
         self.max_seq_len, self.max_batch_size, self.vocab_size = max_seq_len, 1, tokenizer.get_vocab_size()
-        self.held, self.passes = [], []
+        self.held, self.passes, self.args = [], [], types.SimpleNamespace(max_chunk=generate.PREFILL_CHUNK)
 
     def forward(self, input_ids, start_pos=0):
         time.sleep(self.delay)
@@ -3694,6 +3695,7 @@ def test_chat_sample():
 class ChatCounter(torch.nn.Module):
     """Says one more than the sum of a row's tokens, so every token depends on all before it."""
     max_seq_len, max_batch_size, vocab_size = 40, 3, 17
+    args = types.SimpleNamespace(max_chunk=4)
 
     def __init__(self):
         super().__init__()
@@ -3705,9 +3707,8 @@ class ChatCounter(torch.nn.Module):
         return torch.nn.functional.one_hot((self.sums + 1) % self.vocab_size, self.vocab_size) * 100.0
 
 
-def test_chat_generate_batch(monkeypatch):
+def test_chat_generate_batch():
     """The vendor's batch: each row as alone, ground truth over the model's choice, EOS at the end of each."""
-    monkeypatch.setattr(generate, "PREFILL_CHUNK", 4)
     prompts = [[3, 5, 2, 2, 1], [1] * 11, [4, 4, 4, 4, 4, 4, 4]]
     model = ChatCounter()
     batch = generate.generate(model, prompts, 12, 16, 0)
@@ -3792,7 +3793,7 @@ def chat_model():
         "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 1024,
                          "beta_fast": 32, "beta_slow": 1},
         "index_n_heads": 16, "index_head_dim": 128, "index_topk": 8, "hc_mult": 4, "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6}, max_seq_len=512, max_batch_size=1)
+        "hc_eps": 1e-6}, max_seq_len=512, max_batch_size=1, max_chunk=50)
     with torch.device("meta"):
         model = Transformer(args, torch.float32, ())
     model.to_empty(device="cpu")
@@ -3807,9 +3808,8 @@ def chat_model():
 
 
 @torch.inference_mode()
-def test_chat_session_reuse_real_model(monkeypatch):
+def test_chat_session_reuse_real_model():
     """Turns that go on, go back, or start again say what a fresh run of the same model says. fp32."""
-    monkeypatch.setattr(generate, "PREFILL_CHUNK", 50)
     model, rng, runs = chat_model(), random.Random(16), []
     session = Session(model)
     some = lambda n: [rng.randrange(64) for _ in range(n)]
@@ -4398,6 +4398,109 @@ def test_chat_torchrun_ends(tmp_path):
                "print(codes)")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[(0, False), (2, False), (1, False), (130, False)]\n", done.stderr
+
+
+# ---- several processes ----
+
+CHAT_EXACT = ["--dtype", "fp32", "--round-trips", "none"]
+
+
+@functools.lru_cache
+def chat_shared_folder(ranks: int = 0) -> str:
+    """A random checkpoint that ranks can share, and the box's tokenizer: published, or converted for N."""
+    folder = os.path.join(work_folder(), f"shared{ranks}")
+    if ranks:
+        convert.main(chat_shared_folder(), folder, SMALL["n_routed_experts"], ranks, None)
+    else:
+        config = SMALL | {"vocab_size": 1920, "num_hidden_layers": 3, "num_nextn_predict_layers": 0,
+                          "compress_ratios": [0, 4, 128], "max_position_embeddings": 4096}
+        shutil.copy(f"{BOX}/tokenizer.json", write_checkpoint(folder, config))
+    return folder
+
+
+def chat_torchrun(ranks: int, *argv: str) -> list[str]:
+    """The command; --standalone takes a port that is free."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+            generate.__file__, *argv]
+
+
+def test_chat_ranks(monkeypatch, capfdbinary, tmp_path):
+    """A chat of two processes says what one process says, also when it samples; both leave at the end."""
+    asked = "hello there\n/regen\nand you?\n/clear\nhello\n"
+    argv = ["--interactive", "--quiet", *CHAT_EXACT, "--temperature", "1", "--max-new-tokens", "8"]
+    (tmp_path / "stdin").write_text(asked)
+    with open(tmp_path / "stdin", encoding="utf-8") as f:
+        monkeypatch.setattr(sys, "stdin", f)
+        assert generate.main(["--ckpt-path", chat_shared_folder(), *argv]) == 0
+    one = capfdbinary.readouterr().out
+    assert len(one.splitlines()) >= 4
+    done = subprocess.run(chat_torchrun(2, "--ckpt-path", chat_shared_folder(2), *argv),
+                          input=asked.encode(), capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == one
+
+
+@pytest.mark.parametrize("converted, argv, says", [
+    (2, [], "was converted for 2, started with 3"), (0, ["--max-seq-len", "9"], "the context holds 9")])
+def test_chat_ranks_refuse(converted, argv, says):
+    """What cannot be is said once, by rank 0, before and after loading; no rank is heard beside it."""
+    argv = ["--ckpt-path", chat_shared_folder(converted), "--prompt", "a b c d e f g h i j", *argv]
+    done = subprocess.run(chat_torchrun(3 if converted else 2, *argv), capture_output=True, encoding="utf-8",
+                          timeout=300, stdin=subprocess.DEVNULL)
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode and len(said) == 1 and says in said[0], done.stderr
+    assert "gloo" not in done.stderr and 'generate.py", line' not in done.stderr, done.stderr
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", done.stderr), done.stderr
+
+
+def test_chat_ranks_speak_in_turn(tmp_path):
+    """Other ranks wait before they refuse: torchrun ends all of them when rank 0 has said it."""
+    for argv, says in ((["--nonsense"], "unrecognized"), (["--tools", "none"], "--tools none: No such")):
+        argv = ["--ckpt-path", chat_folder(tmp_path / "ckpt"), "--prompt", "hi", *argv]
+        code = (f"import sys, time; sys.path[:0] = {[p for p in sys.path if p]!r}; import generate\n"
+                "time.sleep = lambda seconds: print('waited', seconds, file=sys.stderr)\n"
+                f"sys.exit(generate.main({argv!r}))")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                              env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"})
+        first, *rest = done.stderr.splitlines()
+        assert first == f"waited {generate.RANK_0_SECONDS}" and says in rest[-1], done.stderr
+        assert done.returncode == 2
+
+
+@pytest.mark.parametrize("tokens", [4000, 1])
+def test_chat_ranks_interrupt(tokens):
+    """Ctrl-C, which reaches torchrun alone, ends all ranks in an answer and at the prompt.
+
+    Oracle: torchrun, which says so when it had to kill a rank, 30 seconds later."""
+    argv = ["--ckpt-path", chat_shared_folder(), "--interactive", "--quiet", "--max-new-tokens", str(tokens),
+            "--temperature", "0"]
+    with subprocess.Popen(chat_torchrun(2, *argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, start_new_session=True) as process:
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        assert process.stdout.read(2)       # an answer of one token ends its line: then comes the prompt
+        process.send_signal(signal.SIGINT)
+        err = process.stderr.read().decode()    # open until the last rank has gone
+        assert process.wait(60)
+    assert "[interrupted]" in err and "forcefully" not in err, err
+    assert "error: " not in err and 'generate.py", line' not in err, err
+
+
+def test_chat_prefill_chunk(monkeypatch, capfd):
+    """The answer does not depend on the chunk; one longer than the context costs nothing. fp32."""
+    argv = ["--quiet", *CHAT_EXACT, "--temperature", "0", "--max-new-tokens", "8", "--max-seq-len", "200",
+            "--prompt", "The code for Anna is 12. " * 8 + "What is the code for Anna?"]
+    loaded, load_model = [], generate.load_model
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(generate, "load_model", lambda *args, **kwargs: (
+        loaded.append(load_model(*args, **kwargs)) or loaded[-1]))
+    answers = set()
+    for chunk, held in (([], 200), (["7"], 7), (["64"], 64), ([str(1 << 40)], 200)):
+        assert generate.main([*argv, *(["--prefill-chunk", *chunk] if chunk else [])]) == 0
+        answers.add(capfd.readouterr().out)
+        assert loaded[-1][0].args.max_chunk == held
+    assert len(answers) == 1 and answers.pop().strip()
+    chat_refused([([*argv, "--prefill-chunk", "0"], "--prefill-chunk: invalid positive whole number value")])
 
 
 # ==========================================================================================================
