@@ -960,7 +960,8 @@ def test_weight_dequant_every_scale():
 def assert_rounded_once(ours: torch.Tensor, exact: np.ndarray, order: float = 1e-6):
     """bf16 numbers are `exact`, rounded: half a last place, and what an fp32 sum in any order may add."""
     error = np.abs(ours.double().numpy() - exact)
-    bound = 2.0 ** -8 * 2.0 ** np.floor(np.log2(np.abs(exact))) + order * np.abs(exact).max()
+    power = 2.0 ** np.floor(np.log2(np.maximum(np.abs(exact), 2.0 ** -126)))
+    bound = 2.0 ** -8 * power + order * np.abs(exact).max()
     assert (error <= bound).all(), f"{(error / bound).max():.3f} of the bound"
 
 
