@@ -1,7 +1,7 @@
 """What the vendor writes as GPU kernels: rounding to FP8 and FP4, products of quantised matrices, attention
 over chosen rows, Sinkhorn. Mirrors the vendor's kernel.py (TileLang, Pro release): same names, signatures and
 results. For each function x four things stand together: its formula (the docstring of x), the Triton kernel
-x_kernel, the wrapper x, and x_ref, the same in plain torch, in fp32, on any device.
+x_kernel, the wrapper x, and x_ref, the same in plain torch, on any device, in fp32 or where bf16 is as exact.
 
 It is a drop-in: the vendor's unchanged model.py runs over this file. Deliberate differences from the vendor:
 - Activations may be of any float dtype (the vendor: bf16 only), and need not be contiguous.

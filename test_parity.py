@@ -10166,7 +10166,7 @@ class PrintProofs:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Proofs and measurements; without a command: all proofs.")
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("bench", help="speed beside transformers, on this machine")
+    commands.add_parser("bench", help="speed on this machine: products of an expert, and models beside transformers")
     commands.add_parser("traps", help="which check catches which mistake")
     commands.add_parser("sm120", help="compile every Triton kernel for sm_120, without a GPU")
     commands.add_parser("kernels", help="on a GPU: check every Triton kernel and time it at Flash's shapes")
