@@ -6035,7 +6035,8 @@ def bench_expert(n: int = 2048, k: int = 4096, rounds: int = 3):
     print("| tokens | bf16, mv | bf16, linear | fp8 | | fp4 | |\n|---|---|---|---|---|---|---|")
     for m in (1, 2, 8, 64, 512):
         x, (a, a_s) = torch.randn(m, k, dtype=torch.bfloat16), random_activation(m, k, "cpu")
-        runs = {"bf16, mv": lambda w: torch.mv(w, x[0]), "bf16, linear": lambda w: F.linear(x, w),
+        runs = {"bf16, mv": lambda w: torch.mv(w, x[0]),
+                "bf16, linear": lambda w: torch.nn.functional.linear(x, w),
                 "fp8": lambda *w: kernel.fp8_gemm(a, a_s, *w), "fp4": lambda *w: kernel.fp4_gemm(a, a_s, *w)}
         if m > 1:
             del runs["bf16, mv"]
@@ -10166,7 +10167,7 @@ class PrintProofs:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Proofs and measurements; without a command: all proofs.")
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("bench", help="speed on this machine: products of an expert, and models beside transformers")
+    commands.add_parser("bench", help="speed here: an expert's products, and models beside transformers")
     commands.add_parser("traps", help="which check catches which mistake")
     commands.add_parser("sm120", help="compile every Triton kernel for sm_120, without a GPU")
     commands.add_parser("kernels", help="on a GPU: check every Triton kernel and time it at Flash's shapes")
