@@ -1,7 +1,7 @@
 """What the vendor writes as GPU kernels: rounding to FP8 and FP4, products of quantised matrices, attention
 over chosen rows, Sinkhorn. Mirrors the vendor's kernel.py (TileLang, Pro release): same names, signatures and
 results. For each function x four things stand together: its formula (the docstring of x), the Triton kernel
-x_kernel, the wrapper x, and x_ref, the same in plain torch, in fp32, on any device.
+x_kernel, the wrapper x, and x_ref, the same in plain torch, on any device, in fp32 or where bf16 is as exact.
 
 It is a drop-in: the vendor's unchanged model.py runs over this file. Deliberate differences from the vendor:
 - Activations may be of any float dtype (the vendor: bf16 only), and need not be contiguous.
@@ -47,7 +47,7 @@ FP4_MAX = 6.0                       # largest e2m1 number
 FP32_MAX = torch.finfo(torch.float32).max
 WEIGHT_BLOCK = 128                  # an FP8 weight has one scale per 128 x 128 block
 FP4_BLOCK = 32                      # an FP4 weight has one scale per row and 32 columns
-WEIGHT_TILE = 1 << 22               # weights that a GEMM holds dequantised at a time: 16 MiB of fp32
+WEIGHT_TILE = 1 << 20               # weights that a GEMM holds dequantised at a time: 2 MiB of bf16
 SCORE_TILE = 1 << 20                # scores that sparse_attn holds at a time
 INDEX_TILE = 1 << 24                # index scores before their sum over heads that exist at a time
 INDEX_ROWS = 1 << 11                # rows that are scored at a time
@@ -200,7 +200,7 @@ def inverse_power(e):
 def round_scale(amax: torch.Tensor, max_inv: float) -> torch.Tensor:
     """The smallest power of two >= amax * max_inv (vendor: fast_round_scale); log2 and exp2 are not exact."""
     bits = (amax * max_inv).view(torch.int32)
-    scale = (((bits + 0x7FFFFF) >> 23) << 23).view(torch.float32)       # any mantissa bit: one exponent more
+    scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)        # any mantissa bit: one exponent more
     return torch.where(amax.isnan(), amax, scale)
 
 
@@ -262,9 +262,9 @@ def act_quant_ref(
     scale_dtype: torch.dtype = torch.float32, inplace: bool = False,
 ):
     blocks = x.unflatten(-1, (-1, block_size)).float()                  # [..., n/block, block]
-    amax = blocks.abs().amax(dim=-1, keepdim=True).clamp(1e-4, FP32_MAX)
+    amax = blocks.abs().amax(dim=-1, keepdim=True).clamp_(1e-4, FP32_MAX)
     s = round_scale(amax, 1 / FP8_MAX) if scale_fmt is not None else amax * (1 / FP8_MAX)
-    y = (blocks / s).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    y = (blocks / s).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     if inplace:
         return x.copy_((y.float() * s).flatten(-2))                     # [..., n]
     return y.flatten(-2), s.squeeze(-1).to(scale_dtype)                 # [..., n], [..., n/block]
@@ -377,31 +377,78 @@ def e2m1_pairs(device: torch.device) -> torch.Tensor:
     return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)
 
 
-def weight_dequant(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A stored weight as fp32 [n,k]: e4m3, a scale per 128 x 128, or packed e2m1, one per row and 32."""
-    scale = scale.float()
+@lru_cache
+def number_words(stored: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The bf16 numbers in any two bytes of e4m3 or packed e2m1, low byte first, as one integer: [65536]."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    packed = stored == torch.float4_e2m1fn_x2
+    numbers = e2m1_pairs(device) if packed else codes.view(stored).unsqueeze(-1)
+    numbers = numbers.to(torch.bfloat16)                                # [256, numbers in a byte]
+    words = torch.cat([numbers.repeat(256, 1), numbers.repeat_interleave(256, dim=0)], dim=-1)
+    return words.view(torch.int64 if packed else torch.int32).flatten()
+
+
+def decode(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Stored numbers, e4m3 or packed e2m1, times scales [..., blocks], one for each block of the last dim.
+
+    dtype: fp32, or bf16 if near_one(scale). A look-up of two bytes at once takes on a CPU a fraction of the
+    time of torch's own conversion of e4m3; bf16 holds every number of both formats."""
+    if x.data_ptr() % 2:
+        x = x.clone()       # a mapped file may have bytes at any address, but not two at once
+    index = x.view(torch.uint16).int()
+    words = number_words(x.dtype, x.device).index_select(0, index.flatten())    # much slower from rows
+    numbers = words.view(index.shape).view(torch.bfloat16).to(dtype)    # [..., k]
+    numbers = numbers.unflatten(-1, (scale.size(-1), -1))               # [..., blocks, block]
+    return numbers.mul_(scale.to(dtype).unsqueeze(-1)).flatten(-2)      # [..., k]
+
+
+def weight_dequant(weight: torch.Tensor, scale: torch.Tensor, dtype=torch.float32) -> torch.Tensor:
+    """A stored weight as numbers [n,k]: e4m3, a scale per 128 x 128, or packed e2m1, one per row and 32.
+
+    dtype: fp32, or bf16 if near_one(scale), which then loses nothing."""
     if weight.dtype == torch.float4_e2m1fn_x2:
-        w = e2m1_pairs(weight.device)[weight.view(torch.uint8).int()].flatten(-2)       # [n,k]
-        return w.unflatten(-1, (-1, FP4_BLOCK)).mul_(scale.unsqueeze(-1)).flatten(-2)   # [n,k]
+        return decode(weight, scale, dtype)
     n, k = weight.shape
-    scale = scale.repeat_interleave(WEIGHT_BLOCK, dim=0)[:n].repeat_interleave(WEIGHT_BLOCK, dim=1)[:, :k]
-    return weight.float().mul_(scale)
+    row_scale = scale.repeat_interleave(WEIGHT_BLOCK, dim=0)[:n]        # [n,k/128]
+    if k % WEIGHT_BLOCK:
+        weight = F.pad(weight.view(torch.uint8), (0, -k % WEIGHT_BLOCK)).view(weight.dtype)
+    return decode(weight, row_scale, dtype)[:, :k]
+
+
+def near_one(scale: torch.Tensor) -> bool:
+    """Whether all scales are powers of two from 2^-40 to 2^40.
+
+    Then a stored number times its scale has at most 4 significant bits and fits bf16, and a product of two
+    is a normal fp32 number: bf16 instructions, which take subnormal numbers for 0, multiply exactly."""
+    if scale.dtype != torch.float8_e8m0fnu or scale.numel() == 0:
+        return False
+    low, high = scale.view(torch.uint8).aminmax()
+    return bool(low >= 127 - 40) and bool(high <= 127 + 40)
+
+
+def times(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """a [..., k] @ w [n,k]^T with fp32 sums. For one token mv: on a CPU F.linear is slower for it in bf16."""
+    if a.numel() == w.size(1):
+        return torch.mv(w, a.flatten()).view(*a.shape[:-1], -1)
+    return F.linear(a, w)
 
 
 def _scaled_gemm(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor, rows_per_scale: int):
     """(a * a_s) @ (b * b_s)^T, the weight dequantised in tiles; rows_per_scale rows of b share a row of b_s.
 
     Scales multiply the operands and not each block's sum. Powers of two commute with rounding, so the
-    products are those of the vendor's kernel; F32 scales round once more, to 2^-24."""
+    products are those of the vendor's kernel; F32 scales round once more, to 2^-24. A CPU multiplies bf16
+    where that is exact and the result is bf16 anyway: the sums are of fp32 there, too."""
     k, n = a.size(-1), b.size(0)
-    blocks = a.float().unflatten(-1, (a_s.size(-1), -1))                # [..., k/block, block]
-    a = (blocks * a_s.float().unsqueeze(-1)).flatten(-2)                # [..., k]
+    half = torch.get_default_dtype() == torch.bfloat16 and a.device.type == "cpu"
+    dtype = torch.bfloat16 if half and near_one(a_s) and near_one(b_s) else torch.float32
+    a = decode(a, a_s, dtype)                                           # [..., k]
     c = a.new_empty(*a.shape[:-1], n, dtype=torch.get_default_dtype())
     step = max(WEIGHT_TILE // k // WEIGHT_BLOCK, 1) * WEIGHT_BLOCK
     for i in range(0, n, step):
         end = min(i + step, n)
-        w = weight_dequant(b[i:end], b_s[i // rows_per_scale:-(-end // rows_per_scale)])
-        c[..., i:end] = F.linear(a, w)
+        w = weight_dequant(b[i:end], b_s[i // rows_per_scale:-(-end // rows_per_scale)], dtype)
+        c[..., i:end] = times(a, w)
     return c
 
 

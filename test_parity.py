@@ -939,6 +939,64 @@ def test_weight_dequant_every_code():
     assert np.array_equal(ours, decoded_fp4(packed, scale))
 
 
+def test_weight_dequant_every_scale():
+    """Oracle: the reference's decoders, on every byte under every scale, NaN and subnormal ones among them.
+
+    And in bf16: wherever near_one lets it be used, nothing is rounded."""
+    codes, scale = torch.arange(256, dtype=torch.uint8), torch.arange(256, dtype=torch.uint8)
+    for half in (codes[:128], codes[128:]):
+        rows = half.repeat(256, 1)
+        with np.errstate(over="ignore", invalid="ignore"):      # what overflows is inf, in the engine too
+            fp4 = decoded_fp4(rows, scale.unsqueeze(-1).repeat(1, 8))
+            fp8 = decode_e4m3(rows.numpy()) * decode_e8m0(scale.numpy())[:, None]
+        fp4_scale = scale.unsqueeze(-1).repeat(1, 8).view(E8M0)
+        ours = kernel.weight_dequant(rows.view(torch.float4_e2m1fn_x2), fp4_scale)
+        assert np.array_equal(ours, fp4.astype(np.float32), equal_nan=True)
+        for i, power in enumerate(scale.view(E8M0)):
+            row = rows[i:i + 1].view(torch.float8_e4m3fn)
+            expected = fp8[i:i + 1].astype(np.float32)
+            assert np.array_equal(kernel.weight_dequant(row, power.view(1, 1)), expected, equal_nan=True), i
+            if kernel.near_one(power):
+                assert np.array_equal(kernel.weight_dequant(row, power.view(1, 1), torch.bfloat16).float(),
+                                      expected, equal_nan=True), i
+        near = slice(127 - 40, 127 + 41)
+        assert kernel.near_one(fp4_scale[near]) and not kernel.near_one(fp4_scale[86:100])
+        ours = kernel.weight_dequant(rows[near].view(torch.float4_e2m1fn_x2), fp4_scale[near], torch.bfloat16)
+        assert np.array_equal(ours.float(), fp4[near])
+
+
+def assert_rounded_once(ours: torch.Tensor, exact: np.ndarray, order: float = 1e-6):
+    """bf16 numbers are `exact`, rounded: half a last place, and what an fp32 sum in any order may add."""
+    error = np.abs(ours.double().numpy() - exact)
+    power = 2.0 ** np.floor(np.log2(np.maximum(np.abs(exact), 2.0 ** -126)))
+    bound = 2.0 ** -8 * power + order * np.abs(exact).max()
+    assert (error <= bound).all(), f"{(error / bound).max():.3f} of the bound"
+
+
+@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("name", ["fp8_gemm", "fp4_gemm"])
+def test_gemms_in_bf16_at_extreme_scales(name, m):
+    """Where bf16 would lose subnormal numbers fp32 multiplies. Oracle: float64; NaN stays in its rows."""
+    rng = torch.Generator().manual_seed(m)
+    n, k, packed = 256, 256, name == "fp4_gemm"
+    for byte, against in ((127, 127), (86, 127), (30, 200), (1, 227), (240, 20), (168, 60)):
+        a = (torch.randint(0, 256, (m, k), generator=rng, dtype=torch.uint8) & 0x9F).view(torch.float8_e4m3fn)
+        a_s = torch.full((m, k // 128), against, dtype=torch.uint8)
+        codes = torch.randint(0, 256, (n, k // 2 if packed else k), generator=rng, dtype=torch.uint8)
+        codes[(codes & 127) == 127] = 0
+        b_s = torch.full((n, k // 32) if packed else (n // 128, k // 128), byte, dtype=torch.uint8)
+        weight = (decoded_fp4 if packed else decoded_fp8)(codes, b_s)
+        b = codes.view(torch.float4_e2m1fn_x2 if packed else torch.float8_e4m3fn)
+        activation = a.float().numpy().astype(np.float64) * 2.0 ** (against - 127)
+        with model.run_mode(model.Mode(torch.bfloat16, (), "ue8m0")):
+            ours = getattr(kernel, name)(a, a_s.view(E8M0), b, b_s.view(E8M0))
+            b_s[0, 0] = 255
+            spoilt = getattr(kernel, name)(a, a_s.view(E8M0), b, b_s.view(E8M0))
+        assert_rounded_once(ours, activation @ weight.astype(np.float64).T)
+        first = 1 if packed else 128        # rows that the scale serves
+        assert spoilt[:, :first].isnan().all() and not spoilt[:, first:].isnan().any()
+
+
 @pytest.mark.parametrize("tile", [kernel.WEIGHT_TILE, 1])
 @pytest.mark.parametrize("m", [1, 3, 17])
 @pytest.mark.parametrize("name", ["fp8_gemm", "fp4_gemm"])
@@ -964,7 +1022,8 @@ def test_gemms(monkeypatch, name, m, tile):
     assert relative_error(ours, expected) < 1e-6        # an fp32 sum of 384 products
     with model.run_mode(model.Mode(torch.bfloat16, (), "ue8m0")):
         half = gemm(a, a_s, b, b_s, torch.float8_e8m0fnu)
-    assert torch.equal(half, ours.bfloat16()), "torch's default dtype is the output's"
+    assert half.dtype == torch.bfloat16, "torch's default dtype is the output's"
+    assert_rounded_once(half, expected)
     # F32 scales that are no powers of two, of the activation, and of an FP8 weight as in Base checkpoints
     a_s = a_s.float() * 1.3
     b_s, factor = (b_s.float() * 0.7, 1.3 * 0.7) if name == "fp8_gemm" else (b_s, 1.3)
@@ -6072,16 +6131,47 @@ def seconds(prefill, step, n: int = 512, steps: int = 64) -> tuple[float, float]
 
 
 @torch.inference_mode()
-def bench(rounds: int = 5):
-    """A random bf16 model, in ours with all round trips, the two engines in turn; medians."""
+def bench_expert(n: int = 2048, k: int = 4096, rounds: int = 3):
+    """One expert's w1 in each stored format: the product alone, the formats in turn, medians.
+
+    24 weights of each, one after the other: 0.4 GB of bf16, more than most caches hold."""
+    rng, experts = generator(0), 24
+    plain = torch.randn(n, k, generator=rng).bfloat16()
+    fp8, fp4 = (random_weight(packed, n, k, "cpu", rng) for packed in (False, True))
+    weights = {"bf16, mv": [(plain.clone(),) for _ in range(experts)]}
+    weights["bf16, linear"] = weights["bf16, mv"]
+    for name, stored in (("fp8", fp8), ("fp4", fp4)):
+        weights[name] = [tuple(t.clone() for t in stored) for _ in range(experts)]
+    print(f"One expert's w1, [{n}, {k}], ms; beside it the time in that of bf16's faster product\n")
+    print("| tokens | bf16, mv | bf16, linear | fp8 | | fp4 | |\n|---|---|---|---|---|---|---|")
+    for m in (1, 2, 8, 64, 512):
+        x, (a, a_s) = torch.randn(m, k, dtype=torch.bfloat16), random_activation(m, k, "cpu")
+        runs = {"bf16, mv": lambda w: torch.mv(w, x[0]),
+                "bf16, linear": lambda w: torch.nn.functional.linear(x, w),
+                "fp8": lambda *w: kernel.fp8_gemm(a, a_s, *w), "fp4": lambda *w: kernel.fp4_gemm(a, a_s, *w)}
+        if m > 1:
+            del runs["bf16, mv"]
+        times = {name: [] for name in runs}
+        for i in range(1 + rounds * experts if m <= 8 else 1 + experts):    # the first warms up
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run(*weights[name][i % experts])
+                times[name].append(1e3 * (time.perf_counter() - start))
+        ms = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+        least = min(time for name, time in ms.items() if name.startswith("bf16"))
+        mv = f"{ms['bf16, mv']:.2f}" if m == 1 else "-"
+        print(f"| {m} | {mv} | {ms['bf16, linear']:.2f} | {ms['fp8']:.2f} | {ms['fp8'] / least:.1f} x | "
+              f"{ms['fp4']:.2f} | {ms['fp4'] / least:.1f} x |", flush=True)
+
+
+@torch.inference_mode()
+def bench_model(config: dict, kind: str, rounds: int):
+    """A random checkpoint, in ours with all round trips, the two engines in turn; medians."""
     import transformers
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(os.cpu_count())
-    folder = write_checkpoint(os.path.join(work_folder(), "bench"), BENCH)
+    folder = write_checkpoint(os.path.join(work_folder(), f"bench-{kind}"), config)
     ours = load(folder, torch.bfloat16, model.ROUND_TRIPS)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    tokens, cache = random_tokens(576, BENCH["vocab_size"]), {}
+    tokens, cache = random_tokens(576, config["vocab_size"]), {}
 
     def their_prefill(n):
         cache["kv"] = theirs(tokens[:, :n], use_cache=True, logits_to_keep=1).past_key_values
@@ -6090,18 +6180,32 @@ def bench(rounds: int = 5):
         theirs(tokens[:, p:p + 1], cache=cache["kv"], use_cache=True)
 
     times = {"ours": [], "transformers": []}
-    for i in range(rounds + 1):     # the first round warms up
+    for _ in range(rounds + 1):     # the first round warms up
         times["ours"].append(seconds(lambda n: ours(tokens[:, :n]), lambda p: ours(tokens[:, p:p + 1], p)))
         times["transformers"].append(seconds(their_prefill, their_step))
-    print(f"{torch.get_num_threads()} threads, medians of {rounds} rounds in turn, transformers "
-          f"{transformers.__version__}, random bf16 weights")
+    print(f"\n{torch.get_num_threads()} threads, medians of {rounds} rounds in turn, transformers "
+          f"{transformers.__version__}, random weights, {kind}\n")
     print("| | prefill of 512 | 64 tokens decoded |\n|---|---|---|")
     for who, rows in times.items():
         prefill, decode = (statistics.median(column) for column in zip(*rows[1:]))
         print(f"| {who} | {prefill:.2f} s | {decode:.2f} s |")
     pairs = list(zip(times["ours"][1:], times["transformers"][1:]))     # by round: a machine's speed drifts
     ratios = [statistics.median(theirs[i] / ours[i] for ours, theirs in pairs) for i in (0, 1)]
-    print(f"| transformers takes | {ratios[0]:.2f} x | {ratios[1]:.2f} x |")
+    print(f"| transformers takes | {ratios[0]:.2f} x | {ratios[1]:.2f} x |", flush=True)
+
+
+def bench(rounds: int = 5):
+    """Products of one expert in each format; then two models beside transformers: bf16, and fp8 and fp4.
+
+    Of the second both read the same files; transformers makes bf16 weights of them when it loads."""
+    import transformers
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(os.cpu_count())
+    with model.run_mode(model.Mode(torch.bfloat16, (), "ue8m0")):
+        bench_expert()
+    bench_model(BENCH, "bf16", rounds)
+    bench_model(BENCH | QUANTISED, "fp8 and fp4", rounds)
 
 
 # ==========================================================================================================
@@ -10640,7 +10744,7 @@ class PrintProofs:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Proofs and measurements; without a command: all proofs.")
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("bench", help="speed beside transformers, on this machine")
+    commands.add_parser("bench", help="speed here: an expert's products, and models beside transformers")
     commands.add_parser("traps", help="which check catches which mistake")
     commands.add_parser("sm120", help="compile every Triton kernel for sm_120, without a GPU")
     commands.add_parser("kernels", help="on a GPU: check every Triton kernel and time it at Flash's shapes")
