@@ -25,8 +25,10 @@ Deliberate differences from the vendor:
 - Transformer takes the dtype of activations and the round trips; RMSNorm's eps and ParallelHead's norm_eps
   and hc_eps have no defaults; ColumnParallelLinear.forward is Linear's.
 - Caches and states are allocated by reset_caches, after loading; the vendor's are buffers made in __init__.
-- gate.weight is held in fp32 (the vendor: bf16, converted at each use), tid2eid in int64; only the last
-  position goes through the head; no Linear can have a bias.
+- On a CPU weights are held as they are stored, in mapped files: BF16 where fp32 is declared, wo_a in FP8. On a
+  GPU loading widens them, gate.weight too (the vendor's is bf16, converted at each use), and dequantises wo_a.
+  tid2eid is int64; only the last position goes through the head; no Linear can have a bias.
+- Experts that do not fit on a GPU can stay in host memory, with a bounded cache of copies on the device.
 - precompute_freqs_cis, get_window_topk_idxs and get_compress_topk_idxs take a device, the second a ring size.
 - Scales are an argument of linear(): deepcopy and load_state_dict(assign=True) lose a weight.scale attribute.
 - Rotary tables grow with use; the vendor computes max_seq_len positions at the start.
@@ -38,6 +40,7 @@ Deliberate differences from the vendor:
 import json
 import math
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import NamedTuple, Optional, Tuple
@@ -48,8 +51,8 @@ import torch.nn.functional as F
 import torch.distributed as dist
 
 from kernel import (act_quant, fp4_act_quant, fp8_gemm, fp4_gemm, sparse_attn, hc_split_sinkhorn,
-                    hadamard_transform, weight_dequant, index_score, routed_experts, expert_table,
-                    ExpertTable)
+                    hadamard_transform, weight_dequant, wide_linear, plain_weight, index_score,
+                    routed_experts, expert_table, ExpertTable, WeightCache, weight_cache)
 
 
 world_size = 1
@@ -313,18 +316,19 @@ class ParallelEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if world_size == 1:
-            return F.embedding(x, self.weight)                                      # [b,s,d]
+            return F.embedding(x, self.weight).to(mode.dtype)                       # [b,s,d]
         foreign = (x < self.vocab_start_idx) | (x >= self.vocab_end_idx)
-        y = F.embedding((x - self.vocab_start_idx).masked_fill(foreign, 0), self.weight)
+        y = F.embedding((x - self.vocab_start_idx).masked_fill(foreign, 0), self.weight).to(mode.dtype)
         y.masked_fill_(foreign.unsqueeze(-1), 0)
         dist.all_reduce(y)
         return y
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """x @ weight^T. A quantised weight has a scale, and then x is rounded to FP8 first (round trip "act")."""
+    """x @ weight^T in x's dtype, or the default one if the weight is quantised: such a weight has a scale, and
+    x is rounded to FP8 first (round trip "act")."""
     if scale is None:
-        return F.linear(x, weight)
+        return F.linear(x, weight) if weight.dtype == x.dtype else wide_linear(x, weight)
     if "act" not in mode.round_trips:
         return F.linear(x, weight_dequant(weight, scale).to(x.dtype))
     x, s = act_quant(x, block_size, mode.scale_fmt, mode.scale_dtype)
@@ -379,7 +383,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.dim = dim
         self.eps = eps
-        # BF16 in the checkpoint; held in fp32, in which it is multiplied
+        # multiplied in fp32; BF16 in the checkpoint
         self.weight = parameter(dim, dtype=torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -463,7 +467,7 @@ class Compressor(nn.Module):
         coff = 1 + self.overlap
 
         self.ape = parameter(compress_ratio, coff * head_dim, dtype=torch.float32)
-        # BF16 in the checkpoint; held in fp32, in which they are multiplied
+        # multiplied in fp32; BF16 in the checkpoint
         self.wkv = Linear(self.dim, coff * head_dim, dtype=torch.float32)
         self.wgate = Linear(self.dim, coff * head_dim, dtype=torch.float32)
         self.norm = RMSNorm(head_dim, args.norm_eps)
@@ -621,7 +625,7 @@ class Attention(nn.Module):
         self.wq_b = ColumnParallelLinear(self.q_lora_rank, self.n_heads * self.head_dim)
         self.wkv = Linear(self.dim, self.head_dim)
         self.kv_norm = RMSNorm(self.head_dim, self.eps)
-        # FP8 in the checkpoint; dequantised on loading, for a product per group
+        # FP8 in the checkpoint; dequantised, for a product per group whose input is not rounded to FP8
         self.wo_a = ColumnParallelLinear(self.n_heads * self.head_dim // self.n_groups,
                                          self.n_groups * self.o_lora_rank)
         self.wo_b = RowParallelLinear(self.n_groups * self.o_lora_rank, self.dim)
@@ -700,7 +704,10 @@ class Attention(nn.Module):
 
         # o
         o = o.view(bsz, seqlen, self.n_local_groups, -1)                            # [b,s,g,h/g*d]
-        wo_a = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1)     # [g,o_lora_rank,h/g*d]
+        wo_a = self.wo_a.weight
+        if wo_a.dtype != o.dtype:
+            wo_a = plain_weight(wo_a, self.wo_a.scale, o.dtype)
+        wo_a = wo_a.view(self.n_local_groups, self.o_lora_rank, -1)                 # [g,o_lora_rank,h/g*d]
         o = torch.einsum("bsgd,grd->bsgr", o, wo_a)
         return self.wo_b(o.flatten(2))                                              # [b,s,dim]
 
@@ -714,7 +721,7 @@ class Gate(nn.Module):
         self.score_func = args.score_func
         self.route_scale = args.route_scale
         self.hash = layer_id < args.n_hash_layers
-        # BF16 in the checkpoint; held in fp32, in which scores are computed
+        # scores are computed in fp32; BF16 in the checkpoint
         self.weight = parameter(args.n_routed_experts, args.dim, dtype=torch.float32)
         if self.hash:
             self.tid2eid = parameter(args.vocab_size, self.topk, dtype=torch.int64)
@@ -755,6 +762,16 @@ class Expert(nn.Module):
             y = weights * y
         return self.w2(y.type_as(x))
 
+    def size(self) -> int:
+        """Bytes of its weights and scales, as stored."""
+        return sum(tensor.nbytes for tensor in self.parameters())
+
+
+def copy_to(expert: Expert, device: torch.device) -> Expert:
+    """The same expert with weights of its own on the device."""
+    return deepcopy(expert, {id(tensor): nn.Parameter(tensor.to(device, copy=True), requires_grad=False)
+                             for tensor in expert.parameters()})
+
 
 class MoE(nn.Module):
     """Each token's routed experts, summed in fp32, and one shared expert. Ranks split the routed experts."""
@@ -774,9 +791,18 @@ class MoE(nn.Module):
                                       for i in range(self.n_routed_experts)])
         self.shared_experts = new_expert()
         self.table: ExpertTable = None      # where reset_caches found the experts' weights, on a GPU
+        self.copies: WeightCache = None     # of experts on the device, where they stay in host memory
 
     def is_local(self, i: int) -> bool:
         return self.experts_start_idx <= i < self.experts_end_idx
+
+    def expert(self, i: int, device: torch.device) -> Expert:
+        """A local expert where it computes: itself, or its copy on the device."""
+        if self.copies is None:
+            return self.experts[i]
+        expert = self.experts[i]
+        with self.copies.passing():
+            return self.copies.get(expert, expert.size(), partial(copy_to, expert, device))
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         shape = x.size()
@@ -786,10 +812,11 @@ class MoE(nn.Module):
             y = routed_experts(x, weights, indices, self.table, mode.scale_fmt)     # fp32 [n,dim]
         else:
             y = torch.zeros_like(x, dtype=torch.float32)
-            for i in indices.unique().tolist():
-                if self.is_local(i):
-                    idx, top = torch.where(indices == i)
-                    y[idx] += self.experts[i](x[idx], weights[idx, top, None])
+            with weight_cache.passing():
+                for i in indices.unique().tolist():
+                    if self.is_local(i):
+                        idx, top = torch.where(indices == i)
+                        y[idx] += self.expert(i, x.device)(x[idx], weights[idx, top, None])
         if world_size > 1:
             dist.all_reduce(y)
         y += self.shared_experts(x)
@@ -864,11 +891,11 @@ class ParallelHead(nn.Module):
         self.norm_eps = norm_eps
         self.hc_eps = hc_eps
         self.part_vocab_size = vocab_size // world_size
-        # BF16 in the checkpoint; held in fp32, in which logits are computed
+        # logits are computed in fp32; BF16 in the checkpoint
         self.weight = parameter(self.part_vocab_size, dim, dtype=torch.float32)
 
     def get_logits(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x[:, -1].float(), self.weight)                              # [b,vocab]
+        return linear(x[:, -1].float(), self.weight)                                # [b,vocab]
 
     def forward(self, x: torch.Tensor, hc_fn: torch.Tensor, hc_scale: torch.Tensor, hc_base: torch.Tensor,
                 norm: RMSNorm) -> torch.Tensor:
@@ -964,11 +991,22 @@ class Transformer(nn.Module):
     def attentions(self):
         return [block.attn for block in (*self.layers, *self.mtp)]
 
+    def copy_experts(self, limit: int):
+        """Experts stay where loading put them; at most `limit` bytes of copies lie where they compute."""
+        moes = [block.ffn for block in (*self.layers, *self.mtp)]
+        least = max(expert.size() for moe in moes for expert in moe.experts if expert is not None)
+        if limit < least:
+            raise ValueError(f"{limit / 1e9:g} GB on the device hold no expert: give {least / 1e9:.9g} GB or more")
+        copies = WeightCache(limit, always=True)
+        for moe in moes:
+            moe.copies, moe.table = copies, None
+
     def reset_caches(self, device):
         """Allocates every cache anew, for max_batch_size conversations of max_seq_len tokens."""
         for block in (*self.layers, *self.mtp):
             block.attn.reset_caches(self.args, self.mode.dtype, device)
-            block.ffn.table = expert_table(block.ffn.experts, device)
+            if block.ffn.copies is None:
+                block.ffn.table = expert_table(block.ffn.experts, device)
         self.end_pos = self.bsz = 0
 
     def snapshot(self) -> Snapshot:
