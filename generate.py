@@ -879,6 +879,14 @@ def peak_memory() -> str:
     return f" · peak {peak / 1e9:.1f} GB"
 
 
+def cache_use(model) -> str:
+    """How full the cache of weights is, or that of experts on the device; empty where there is none."""
+    import kernel
+    copies = model.layers[0].ffn.copies if hasattr(model, "layers") else None
+    cache = copies or kernel.weight_cache
+    return f" · weights {cache}" if cache.limit else ""
+
+
 class Session:
     """What the model holds, and points to go back to: a turn computes only what is new."""
 
@@ -1062,9 +1070,9 @@ def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[st
     convert.load_weights(model, ckpt_path, device, progress, tensors=tensors,
                          expert_device=None if device_gb is None else "cpu")
     if device_gb is not None:
-        model.copy_experts(int(device_gb * 1e9))
+        model.copy_experts(round(device_gb * 1e9))
     model.reset_caches(device)
-    kernel.weight_cache.limit = int(cache_gb * 1e9)
+    kernel.weight_cache.limit = round(cache_gb * 1e9)
     tokenizer = load_tokenizer(ckpt_path)
     if tokenizer is None:
         warnings.warn(f"{ckpt_path} has no tokenizer.json: token ids go in and come out, text does not")
@@ -1421,7 +1429,8 @@ class Chat:
             self.switch_tools(*arguments)
         else:
             model = self.session.model
-            note(f"{self.session.stats}\ncontext {len(self.session.tokens)} of {model.max_seq_len} tok")
+            note(f"{self.session.stats}\ncontext {len(self.session.tokens)} of {model.max_seq_len} tok"
+                 f"{cache_use(model)}")
 
     def regen(self) -> None:
         last = find_last_user_index(self.messages)

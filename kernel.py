@@ -375,10 +375,10 @@ class Kept(NamedTuple):
 class WeightCache:
     """What was made from weights, at most `limit` bytes of it, so that it need not be made at each use.
 
-    Weights are used in turn, layer by layer, and again in the next pass. Were the oldest always put out, a pass
-    over more than fits would find nothing. So what is used for each token stays once it is kept, and what finds
-    no room is not kept. What is asked for within passing(), routed experts, goes for the rest; and for another
-    of its kind if it was asked for longer ago than the other was before. always: it goes for another at once."""
+    Weights are used in turn, layer by layer, and again in the next pass. Were the oldest always put out, a
+    pass over more than fits would find nothing. So what is used for each token stays once it is kept, and what
+    finds no room is not kept. What is asked for within passing(), routed experts, goes for the rest; and for
+    another of its kind if it was last asked for before the other was. always: it goes for another at once."""
 
     def __init__(self, limit: int = 0, always: bool = False):
         self.limit, self.always = limit, always
@@ -421,7 +421,7 @@ class WeightCache:
         return value
 
     def _make_room(self, size: int, before: int) -> bool:
-        """Puts out what must go for `size` bytes, the oldest first; False, and nothing goes, if too little may."""
+        """Puts out what must go for `size` bytes, the oldest first; False if too little may: nothing goes."""
         held, victims = self.size(), []
         if held + size > self.limit:
             passing = [(self.asked[owner], owner) for owner, entry in self.entries.items() if entry.passing]

@@ -25,9 +25,9 @@ Deliberate differences from the vendor:
 - Transformer takes the dtype of activations and the round trips; RMSNorm's eps and ParallelHead's norm_eps
   and hc_eps have no defaults; ColumnParallelLinear.forward is Linear's.
 - Caches and states are allocated by reset_caches, after loading; the vendor's are buffers made in __init__.
-- On a CPU weights are held as they are stored, in mapped files: BF16 where fp32 is declared, wo_a in FP8. On a
-  GPU loading widens them, gate.weight too (the vendor's is bf16, converted at each use), and dequantises wo_a.
-  tid2eid is int64; only the last position goes through the head; no Linear can have a bias.
+- On a CPU weights are held as they are stored, in mapped files: BF16 where fp32 is declared, wo_a in FP8. On
+  a GPU loading widens them, gate.weight too (the vendor's is bf16, converted at each use), and dequantises
+  wo_a. tid2eid is int64; only the last position goes through the head; no Linear can have a bias.
 - Experts that do not fit on a GPU can stay in host memory, with a bounded cache of copies on the device.
 - precompute_freqs_cis, get_window_topk_idxs and get_compress_topk_idxs take a device, the second a ring size.
 - Scales are an argument of linear(): deepcopy and load_state_dict(assign=True) lose a weight.scale attribute.
@@ -325,8 +325,8 @@ class ParallelEmbedding(nn.Module):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """x @ weight^T in x's dtype, or the default one if the weight is quantised: such a weight has a scale, and
-    x is rounded to FP8 first (round trip "act")."""
+    """x @ weight^T. A quantised weight has a scale, and then x is rounded to FP8 first (round trip "act").
+    Any other weight may be stored in a narrower dtype than x's."""
     if scale is None:
         return F.linear(x, weight) if weight.dtype == x.dtype else wide_linear(x, weight)
     if "act" not in mode.round_trips:
@@ -996,7 +996,8 @@ class Transformer(nn.Module):
         moes = [block.ffn for block in (*self.layers, *self.mtp)]
         least = max(expert.size() for moe in moes for expert in moe.experts if expert is not None)
         if limit < least:
-            raise ValueError(f"{limit / 1e9:g} GB on the device hold no expert: give {least / 1e9:.9g} GB or more")
+            raise ValueError(f"{limit / 1e9:g} GB on the device hold no expert: give {least / 1e9:.9g} GB or "
+                             "more")
         copies = WeightCache(limit, always=True)
         for moe in moes:
             moe.copies, moe.table = copies, None
