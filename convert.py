@@ -619,12 +619,15 @@ def _some(names: list[str]) -> str:
 # ---- Loading ---------------------------------------------------------------------------------------------
 
 def load_weights(model: torch.nn.Module, ckpt_path: str, device: torch.device | str | None = None,
-                 progress: Callable[[int, int], None] | None = None) -> None:
+                 progress: Callable[[int, int], None] | None = None,
+                 expert_device: torch.device | str | None = None, tensors: Tensors | None = None) -> None:
     """Fills a Transformer that was built on the meta device, from a published or a converted folder.
 
-    Rank and world size are torch.distributed's. FP8 and FP4 weights stay as stored, their scale becomes
-    `module.scale`; wo_a is dequantised; the rest gets its declared dtype, and is copied only if that differs.
-    `progress(done, total)` counts bytes. CheckpointError unless every parameter and every tensor is used.
+    Rank and world size are torch.distributed's. The scale of an FP8 or FP4 weight becomes `module.scale`. On a
+    CPU all stays as stored, in the mapped files. On a GPU, which would pay at each token, wo_a is dequantised
+    and the rest gets its declared dtype. expert_device: where routed experts go, if not to `device`.
+    `tensors`: what read_checkpoint returned, if the caller has called it. `progress(done, total)` counts bytes.
+    CheckpointError unless every parameter and every tensor is used.
     """
     import torch.distributed as dist
     distributed = dist.is_available() and dist.is_initialized()
@@ -632,7 +635,8 @@ def load_weights(model: torch.nn.Module, ckpt_path: str, device: torch.device | 
     config = read_config(ckpt_path, required=False)
     check_parallel(config, world)
     mtp = len(getattr(model, "mtp", ())) > 0
-    tensors = select_mtp(read_checkpoint(ckpt_path, rank, world), config, wanted=mtp, quiet=rank > 0)
+    tensors = tensors or read_checkpoint(ckpt_path, rank, world)
+    tensors = select_mtp(tensors, config, wanted=mtp, quiet=rank > 0)
     if mtp and not any(name.startswith("mtp.") for name in tensors):
         raise CheckpointError(f"{ckpt_path} has no MTP block: build the model without one")
 
@@ -649,7 +653,8 @@ def load_weights(model: torch.nn.Module, ckpt_path: str, device: torch.device | 
     done, total = 0, sum(stored.nbytes for stored in tensors.values())
     for name, (module, leaf, param) in places.items():
         scale = tensors.get(scale_of(name))
-        _fill(module, leaf, param.dtype, tensors[name], scale, name.endswith("wo_a.weight"), device)
+        place = expert_device if expert_device is not None and EXPERT.search(name) else device
+        _fill(module, leaf, param.dtype, tensors[name], scale, name.endswith("wo_a.weight"), place)
         done += tensors[name].nbytes + (scale.nbytes if scale else 0)
         if progress:
             progress(done, total)
@@ -674,14 +679,16 @@ def _check_casts(folder: str, tensors: Tensors, params: dict) -> None:
 
 def _fill(module: torch.nn.Module, leaf: str, dtype: torch.dtype, stored: Stored, scale: Stored | None,
           dequantised: bool, device) -> None:
-    """Replaces one parameter, and sets its scale, by what is stored."""
+    """Replaces one parameter, and sets its scale, by what is stored; on a GPU widened or dequantised once."""
     import torch
     mapped = stored.tensor()
     value = source = mapped.contiguous()    # copies only where ranks share columns
+    as_stored = torch.device(device or "cpu").type == "cpu"
     if scale is None:
         # an integer table may stay wider than declared: int64 indices serve where int32 would
-        value = source.to(torch.promote_types(source.dtype, dtype))
-    elif dequantised:
+        if not (as_stored and source.is_floating_point()):
+            value = source.to(torch.promote_types(source.dtype, dtype))
+    elif dequantised and not as_stored:
         value = dequantise(source, scale.tensor(), dtype)
     else:
         if stored.dtype == "I8":

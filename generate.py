@@ -117,6 +117,7 @@ REASONING_EFFORTS_0731 = {"low": "", "high": REASONING_EFFORT_MAX, "max": REASON
 ROUND_TRIPS = ("kv", "index", "hadamard", "act")    # model.ROUND_TRIPS, known here without importing torch
 DEFAULT_CKPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
 DEFAULT_CONTEXT = 16384     # tokens, where neither --max-seq-len nor a shorter checkpoint says otherwise
+CACHE_GB = 2.0              # of plain weights, where --cache-gb does not say; only use fills it
 MAX_BATCH = 4               # prompts at a time, as in the vendor's ModelArgs
 PREFILL_CHUNK = 512         # a chat's ModelArgs.max_chunk: tokens that run through the layers at a time
 KEPT_POINTS = 32            # points that a chat can go back to; one is some 20 MB for Flash
@@ -880,6 +881,14 @@ def peak_memory() -> str:
     return f" · peak {peak / 1e9:.1f} GB"
 
 
+def cache_use(model) -> str:
+    """How full the cache of weights is, or that of experts on the device; empty where there is none."""
+    import kernel
+    copies = model.layers[0].ffn.copies if hasattr(model, "layers") else None
+    cache = copies or kernel.weight_cache
+    return f" · weights {cache}" if cache.limit else ""
+
+
 class Session:
     """What the model holds, and points to go back to: a turn computes only what is new."""
 
@@ -990,10 +999,10 @@ def load_tokenizer(ckpt_path: str):
         raise ValueError(f"{path} cannot be read ({error}): copy it again") from None
 
 
-def check_checkpoint(ckpt_path: str, config: Optional[str]) -> None:
-    """ValueError when files are missing or cut. Reads headers only."""
+def check_checkpoint(ckpt_path: str, config: Optional[str]) -> convert.Tensors:
+    """Where each tensor lies; ValueError when files are missing or cut. Reads headers only."""
     default_context(config_of(ckpt_path, config))
-    convert.read_checkpoint(ckpt_path, rank(), world_size())
+    return convert.read_checkpoint(ckpt_path, rank(), world_size())
 
 
 def config_of(ckpt_path: str, config: Optional[str]) -> dict:
@@ -1018,14 +1027,34 @@ def default_context(config: dict) -> int:
     return min(DEFAULT_CONTEXT, longest)
 
 
+def cache_of(cache_gb: Optional[float], device_gb: Optional[float], device: Optional[str]) -> float:
+    """How many GB of plain weights are kept. ValueError for a limit on what there is not; device None: no GPU."""
+    on_gpu = device is not None and not str(device).startswith("cpu")
+    if device_gb is not None and device is None:
+        raise ValueError("--device-gb limits the copies of experts on a GPU, and there is no GPU: leave it out; "
+                         "of mapped files only the experts that are used take memory")
+    if cache_gb and (on_gpu or device_gb is not None):
+        raise ValueError("--cache-gb keeps plain numbers for a CPU's products, and a GPU multiplies weights as "
+                         "they are stored: leave it out")
+    if cache_gb is None:
+        return 0 if on_gpu or device_gb is not None else CACHE_GB
+    return cache_gb
+
+
 def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[str] = None, dtype=None,
                max_seq_len: Optional[int] = None, round_trips: Tuple[str, ...] = ROUND_TRIPS,
                max_batch_size: int = MAX_BATCH, max_chunk: Optional[int] = None,
-               progress: Optional[Callable[[int, int], None]] = None):
-    """-> (model, tokenizer). dtype=torch.float32 with round_trips=() is the exact mode. Ranks: torchrun's."""
+               progress: Optional[Callable[[int, int], None]] = None, cache_gb: Optional[float] = None,
+               device_gb: Optional[float] = None, tensors: Optional[convert.Tensors] = None):
+    """-> (model, tokenizer). dtype=torch.float32 with round_trips=() is the exact mode. Ranks: torchrun's.
+
+    cache_gb, device_gb: as --cache-gb and --device-gb say; device="cpu" can play the GPU of device_gb.
+    tensors: what check_checkpoint returned."""
     import torch
     import torch.distributed as dist
+    import kernel
     from model import ModelArgs, Transformer
+    cache_gb = cache_of(cache_gb, device_gb, device or ("cuda" if torch.cuda.is_available() else None))
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         local_rank = from_torchrun("LOCAL_RANK", 0)
@@ -1044,8 +1073,12 @@ def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[st
     convert.check_parallel(settings, world_size())
     with torch.device("meta"):
         model = Transformer(args, dtype=dtype or torch.bfloat16, round_trips=tuple(round_trips))
-    convert.load_weights(model, ckpt_path, device=device, progress=progress)
+    convert.load_weights(model, ckpt_path, device, progress, tensors=tensors,
+                         expert_device=None if device_gb is None else "cpu")
+    if device_gb is not None:
+        model.copy_experts(round(device_gb * 1e9))
     model.reset_caches(device)
+    kernel.weight_cache.limit = round(cache_gb * 1e9)
     tokenizer = load_tokenizer(ckpt_path)
     if tokenizer is None:
         warnings.warn(f"{ckpt_path} has no tokenizer.json: token ids go in and come out, text does not")
@@ -1409,7 +1442,8 @@ class Chat:
             self.switch_tools(*arguments)
         else:
             model = self.session.model
-            note(f"{self.session.stats}\ncontext {len(self.session.tokens)} of {model.max_seq_len} tok")
+            note(f"{self.session.stats}\ncontext {len(self.session.tokens)} of {model.max_seq_len} tok"
+                 f"{cache_use(model)}")
 
     def regen(self) -> None:
         last = find_last_user_index(self.messages)
@@ -1598,6 +1632,11 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--round-trips", default=",".join(ROUND_TRIPS), metavar="LIST",
                         help="roundings to simulate, of %(default)s; or none")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of activations")
+    gigabytes = number(float, (0, 1e6), "number of GB")
+    parser.add_argument("--cache-gb", type=gigabytes, metavar="G",
+                        help=f"CPU: keep up to G GB of dequantised weights, for speed (default: {CACHE_GB:g})")
+    parser.add_argument("--device-gb", type=gigabytes, metavar="G",
+                        help="GPU: keep experts in host memory, and up to G GB of copies on the GPU")
     parser.add_argument("--hide-thinking", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="no banner, progress or statistics")
     args = parser.parse_args(argv)
@@ -1713,7 +1752,7 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that needs no torch, load, then chat or answer."""
     if args.ckpt_path == DEFAULT_CKPT and not os.path.isdir(DEFAULT_CKPT):
         raise ValueError("there is no tiny/ beside generate.py: name a checkpoint's folder with --ckpt-path")
-    check_checkpoint(args.ckpt_path, args.config)
+    tensors = check_checkpoint(args.ckpt_path, args.config)
     settings = settings_of(args)
     tokenizer = load_tokenizer(args.ckpt_path)
     if tokenizer is None or tokenizer.token_to_id(eos_token) is None:
@@ -1735,7 +1774,8 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(
         args.ckpt_path, args.config, dtype=torch.float32 if args.dtype == "fp32" else torch.bfloat16,
         max_seq_len=args.max_seq_len, round_trips=args.round_trips,
-        max_batch_size=min(max(len(prompts), 1), MAX_BATCH), max_chunk=args.prefill_chunk, progress=progress)
+        max_batch_size=min(max(len(prompts), 1), MAX_BATCH), max_chunk=args.prefill_chunk, progress=progress,
+        cache_gb=args.cache_gb, device_gb=args.device_gb, tensors=tensors)
     screen.progress("")
     if prompts:
         return answer_file(model, tokenizer, prompts, settings)

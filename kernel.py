@@ -14,7 +14,8 @@ It is a drop-in: the vendor's unchanged model.py runs over this file. Deliberate
 - A NaN makes its whole quantisation block NaN, so that it cannot vanish in a maximum; beside an infinity the
   rest of its block becomes 0, where the vendor's scale is infinite and the block NaN.
 - hadamard_transform stands here; the vendor imports fast_hadamard_transform.
-- weight_dequant is added: the stored weight as plain numbers.
+- weight_dequant is added: the stored weight as plain numbers; wide_linear multiplies with a weight that stays
+  as stored, and weight_cache keeps plain numbers where there is memory for that.
 - index_score and routed_experts are added: the vendor's Indexer uses einsum, its MoE one launch per expert.
 
 The Triton kernels are made for sm_120: 101,376 bytes of shared memory a block, no wgmma. One source runs on
@@ -27,11 +28,13 @@ from __future__ import annotations      # the kernels' annotations need no Trito
 import os
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 # a * b + c as one instruction, in every Triton: 3.10 changes the default
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -48,6 +51,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 WEIGHT_BLOCK = 128                  # an FP8 weight has one scale per 128 x 128 block
 FP4_BLOCK = 32                      # an FP4 weight has one scale per row and 32 columns
 WEIGHT_TILE = 1 << 20               # weights that a GEMM holds dequantised at a time: 2 MiB of bf16
+WIDE_TILE = 1 << 18                 # weights that are widened at a time: 1 MiB of fp32, for the L2 cache
 SCORE_TILE = 1 << 20                # scores that sparse_attn holds at a time
 INDEX_TILE = 1 << 24                # index scores before their sum over heads that exist at a time
 INDEX_ROWS = 1 << 11                # rows that are scored at a time
@@ -426,30 +430,188 @@ def near_one(scale: torch.Tensor) -> bool:
     return bool(low >= 127 - 40) and bool(high <= 127 + 40)
 
 
-def times(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """a [..., k] @ w [n,k]^T with fp32 sums. For one token mv: on a CPU F.linear is slower for it in bf16."""
-    if a.numel() == w.size(1):
-        return torch.mv(w, a.flatten()).view(*a.shape[:-1], -1)
-    return F.linear(a, w)
+class Kept(NamedTuple):
+    """An entry of a WeightCache. passing: it goes before the rest; stamp: see WeightCache.get."""
+    value: Any
+    size: int
+    passing: bool
+    stamp: Any
 
 
-def _scaled_gemm(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor, rows_per_scale: int):
-    """(a * a_s) @ (b * b_s)^T, the weight dequantised in tiles; rows_per_scale rows of b share a row of b_s.
+class WeightCache:
+    """What was made from weights, at most `limit` bytes of it, so that it need not be made at each use.
+
+    Weights are used in turn, layer by layer, and again in the next pass. Were the oldest always put out, a
+    pass over more than fits would find nothing. So what is used for each token stays once it is kept, and what
+    finds no room is not kept. What is asked for within passing(), routed experts, goes for the rest; and for
+    another of its kind if it was last asked for before the other was. always: it goes for another at once."""
+
+    def __init__(self, limit: int = 0, always: bool = False):
+        self.limit, self.always = limit, always
+        self.entries = WeakIdKeyDictionary()        # owner: Kept; an entry goes with its owner
+        self.asked = WeakIdKeyDictionary()          # owner: when it was last asked for, by the count of calls
+        self.calls = self.hits = 0
+        self.in_passing = False
+
+    @contextmanager
+    def passing(self):
+        """Around what is used for some tokens only."""
+        self.in_passing = True
+        try:
+            yield
+        finally:
+            self.in_passing = False
+
+    def size(self) -> int:
+        return sum(entry.size for entry in self.entries.values())
+
+    def get(self, owner, size: int, make: Callable[[], Any], stamp: Any = None) -> Any:
+        """make(), or what it made last time; None where it is not kept. Owners are known by identity.
+
+        size: what it has in bytes. stamp: what tells whether the owner has changed since."""
+        if not self.limit:
+            return None
+        self.calls += 1
+        before = self.asked.get(owner, 0)
+        self.asked[owner] = self.calls
+        entry = self.entries.get(owner)
+        if entry is not None and entry.stamp == stamp:
+            self.hits += 1
+            return entry.value
+        if entry is not None:
+            del self.entries[owner], entry
+        if not self._make_room(size, before):
+            return None
+        value = make()
+        self.entries[owner] = Kept(value, size, self.in_passing, stamp)
+        return value
+
+    def _make_room(self, size: int, before: int) -> bool:
+        """Puts out what must go for `size` bytes, the oldest first; False if too little may: nothing goes."""
+        held, victims = self.size(), []
+        if held + size > self.limit:
+            passing = [(self.asked[owner], owner) for owner, entry in self.entries.items() if entry.passing]
+            for asked, owner in sorted(passing, key=lambda pair: pair[0]):
+                if held + size <= self.limit or self.in_passing and not self.always and asked > before:
+                    break
+                held -= self.entries[owner].size
+                victims.append(owner)
+        if held + size > self.limit:
+            return False
+        for owner in victims:
+            del self.entries[owner]
+        return True
+
+    def __str__(self) -> str:
+        return (f"{self.size() / 1e9:.1f} of {self.limit / 1e9:.1f} GB kept, "
+                f"{100 * self.hits / max(self.calls, 1):.0f}% found")
+
+
+# Plain numbers of stored weights. Nothing is kept unless the program says how much (generate.load_model).
+weight_cache = WeightCache()
+
+
+def plain_rows(weight: torch.Tensor, scale: Optional[torch.Tensor], first: int, end: int,
+               dtype: torch.dtype) -> torch.Tensor:
+    """Rows first..end of a stored weight as plain numbers [rows,k]; without a scale they are only widened."""
+    if scale is None:
+        return weight[first:end].to(dtype)
+    per_scale = 1 if weight.dtype == torch.float4_e2m1fn_x2 else WEIGHT_BLOCK
+    start = first // per_scale * per_scale      # where the first row of scales begins
+    scale = scale[start // per_scale:-(-end // per_scale)]
+    exact = dtype == torch.bfloat16 and near_one(scale)
+    w = weight_dequant(weight[start:end], scale, torch.bfloat16 if exact else torch.float32)
+    return w[first - start:].to(dtype)
+
+
+def plain_weight(weight: torch.Tensor, scale: Optional[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """A stored weight as plain numbers [n,k], whole: from weight_cache or new."""
+    kept = kept_weight(weight, scale, dtype)
+    return widened(weight, scale, dtype) if kept is None else kept
+
+
+def plain_tiles(weight: torch.Tensor, scale: Optional[torch.Tensor], dtype: torch.dtype,
+                step: int) -> Iterator[Tuple[int, int, torch.Tensor]]:
+    """The same in tiles of `step` rows: (first, end, rows). A product has the same bits, kept or new."""
+    kept = kept_weight(weight, scale, dtype)
+    for first in range(0, weight.size(0), step):
+        end = min(first + step, weight.size(0))
+        yield first, end, plain_rows(weight, scale, first, end, dtype) if kept is None else kept[first:end]
+
+
+def kept_weight(weight: torch.Tensor, scale: Optional[torch.Tensor],
+                dtype: torch.dtype) -> Optional[torch.Tensor]:
+    """plain_weight, if weight_cache keeps it, or if it is stored so."""
+    if weight.dtype == dtype:
+        return weight
+    size = weight.size(0) * columns(weight) * dtype.itemsize
+    stamp = stamp_of(weight, scale) if weight_cache.limit else None
+    return weight_cache.get(weight, size, lambda: widened(weight, scale, dtype), stamp)
+
+
+def widened(weight: torch.Tensor, scale: Optional[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Plain numbers [n,k], made in tiles to save memory."""
+    w = torch.empty(weight.size(0), columns(weight), dtype=dtype, device=weight.device)
+    step = max(WIDE_TILE // w.size(1) // WEIGHT_BLOCK, 1) * WEIGHT_BLOCK
+    for first in range(0, w.size(0), step):
+        w[first:first + step] = plain_rows(weight, scale, first, min(first + step, w.size(0)), dtype)
+    return w
+
+
+def columns(weight: torch.Tensor) -> int:
+    return weight.size(1) * (2 if weight.dtype == torch.float4_e2m1fn_x2 else 1)
+
+
+def stamp_of(*tensors: Optional[torch.Tensor]) -> tuple:
+    """What changes when somebody writes into the tensors (but for writes through .data)."""
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
+
+
+def _scaled_gemm(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor):
+    """(a * a_s) @ (b * b_s)^T, the weight dequantised in tiles, or taken from weight_cache.
 
     Scales multiply the operands and not each block's sum. Powers of two commute with rounding, so the
     products are those of the vendor's kernel; F32 scales round once more, to 2^-24. A CPU multiplies bf16
     where that is exact and the result is bf16 anyway: the sums are of fp32 there, too."""
-    k, n = a.size(-1), b.size(0)
-    half = torch.get_default_dtype() == torch.bfloat16 and a.device.type == "cpu"
-    dtype = torch.bfloat16 if half and near_one(a_s) and near_one(b_s) else torch.float32
-    a = decode(a, a_s, dtype)                                           # [..., k]
-    c = a.new_empty(*a.shape[:-1], n, dtype=torch.get_default_dtype())
+    k, n, result = a.size(-1), b.size(0), torch.get_default_dtype()
+    half = result == torch.bfloat16 and a.device.type == "cpu" and near_one(b_s)
+    dtype = torch.bfloat16 if half else torch.float32
+    a = decode(a, a_s, dtype if near_one(a_s) else torch.float32)       # [..., k]
+    c = a.new_empty(*a.shape[:-1], n, dtype=result)
     step = max(WEIGHT_TILE // k // WEIGHT_BLOCK, 1) * WEIGHT_BLOCK
-    for i in range(0, n, step):
-        end = min(i + step, n)
-        w = weight_dequant(b[i:end], b_s[i // rows_per_scale:-(-end // rows_per_scale)], dtype)
-        c[..., i:end] = times(a, w)
+    for first, end, w in plain_tiles(b, b_s, dtype, step):
+        c[..., first:end] = plain_linear(a, w.to(a.dtype))
     return c
+
+
+def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., k] @ weight^T in fp32; both may be stored in fewer bits."""
+    if weight.dtype == torch.float32:
+        return plain_linear(x.float(), weight)
+    k, n, few = x.size(-1), weight.size(0), x.numel() <= 16 * x.size(-1)
+    y = x.new_empty(*x.shape[:-1], n, dtype=torch.float32)
+    if few or x.dtype == torch.float32:
+        x = x.float()
+        for first, end, w in plain_tiles(weight, None, torch.float32, max(WIDE_TILE // k, 1)):
+            y[..., first:end] = plain_linear(x, w)
+        return y
+    step = max(WEIGHT_TILE // k, 1)
+    for first in range(0, n, step):
+        y[..., first:first + step] = wide_matmul(x, weight[first:first + step].T)
+    return y
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: Optional[torch.Tensor]) -> torch.Tensor:
+    """Each group of x [b,s,g,d] times its rows of a weight [g*r,d], stored in any format: [b,s,g,r]."""
+    groups, rows = x.size(2), weight.size(0) // x.size(2)
+    if x.device.type != "cpu":
+        w = plain_weight(weight, scale, x.dtype).view(groups, rows, -1)
+        return torch.einsum("bsgd,grd->bsgr", x, w)
+    y = x.new_empty(*x.shape[:-1], rows)
+    for first, _, w in plain_tiles(weight, scale, x.dtype, rows):       # mv and F.linear are faster than bmm
+        group = first // rows
+        y[:, :, group] = plain_linear(x[:, :, group], w)
+    return y
 
 
 @jit
@@ -574,7 +736,7 @@ def fp8_gemm(
 
 
 def fp8_gemm_ref(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor) -> torch.Tensor:
-    return _scaled_gemm(a, a_s, b, b_s, WEIGHT_BLOCK)
+    return _scaled_gemm(a, a_s, b, b_s)
 
 
 @jit
@@ -606,7 +768,7 @@ def fp4_format(m: int, a_s: torch.Tensor) -> str:
 
 
 def fp4_gemm_ref(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor) -> torch.Tensor:
-    return _scaled_gemm(a, a_s, b, b_s, 1)
+    return _scaled_gemm(a, a_s, b, b_s)
 
 
 # ==========================================================================================================

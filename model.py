@@ -25,8 +25,10 @@ Deliberate differences from the vendor:
 - Transformer takes the dtype of activations and the round trips; RMSNorm's eps and ParallelHead's norm_eps
   and hc_eps have no defaults; ColumnParallelLinear.forward is Linear's.
 - Caches and states are allocated by reset_caches, after loading; the vendor's are buffers made in __init__.
-- gate.weight is held in fp32 (the vendor: bf16, converted at each use), tid2eid in int64; only the last
-  position goes through the head; no Linear can have a bias.
+- On a CPU weights are held as they are stored, in mapped files: BF16 where fp32 is declared, wo_a in FP8. On
+  a GPU loading widens them, gate.weight too (the vendor's is bf16, converted at each use), and dequantises
+  wo_a. tid2eid is int64; only the last position goes through the head; no Linear can have a bias.
+- Experts that do not fit on a GPU can stay in host memory, with a bounded cache of copies on the device.
 - precompute_freqs_cis, get_window_topk_idxs and get_compress_topk_idxs take a device, the second a ring size.
 - Scales are an argument of linear(): deepcopy and load_state_dict(assign=True) lose a weight.scale attribute.
 - Rotary tables hold the positions of a pass; the vendor computes max_seq_len of them at the start.
@@ -38,6 +40,7 @@ Deliberate differences from the vendor:
 import json
 import math
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import NamedTuple, Optional, Tuple
@@ -48,8 +51,8 @@ import torch.nn.functional as F
 import torch.distributed as dist
 
 from kernel import (act_quant, fp4_act_quant, fp8_gemm, fp4_gemm, sparse_attn, hc_split_sinkhorn,
-                    hadamard_transform, weight_dequant, index_score, routed_experts, expert_table,
-                    plain_linear, ExpertTable)
+                    hadamard_transform, weight_dequant, plain_linear, wide_linear, grouped_linear, index_score,
+                    routed_experts, expert_table, ExpertTable, WeightCache, weight_cache)
 
 
 world_size = 1
@@ -313,18 +316,19 @@ class ParallelEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if world_size == 1:
-            return F.embedding(x, self.weight)                                      # [b,s,d]
+            return F.embedding(x, self.weight).to(mode.dtype)                       # [b,s,d]
         foreign = (x < self.vocab_start_idx) | (x >= self.vocab_end_idx)
-        y = F.embedding((x - self.vocab_start_idx).masked_fill(foreign, 0), self.weight)
+        y = F.embedding((x - self.vocab_start_idx).masked_fill(foreign, 0), self.weight).to(mode.dtype)
         y.masked_fill_(foreign.unsqueeze(-1), 0)
         dist.all_reduce(y)
         return y
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """x @ weight^T. A quantised weight has a scale, and then x is rounded to FP8 first (round trip "act")."""
+    """x @ weight^T. A quantised weight has a scale, and then x is rounded to FP8 first (round trip "act").
+    Any other weight may be stored in a narrower dtype than x's."""
     if scale is None:
-        return plain_linear(x, weight)
+        return plain_linear(x, weight) if weight.dtype == x.dtype else wide_linear(x, weight)
     if "act" not in mode.round_trips:
         return F.linear(x, weight_dequant(weight, scale).to(x.dtype))
     x, s = act_quant(x, block_size, mode.scale_fmt, mode.scale_dtype)
@@ -379,7 +383,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.dim = dim
         self.eps = eps
-        # BF16 in the checkpoint; held in fp32, in which it is multiplied
+        # multiplied in fp32; BF16 in the checkpoint
         self.weight = parameter(dim, dtype=torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -464,7 +468,7 @@ class Compressor(nn.Module):
         coff = 1 + self.overlap
 
         self.ape = parameter(compress_ratio, coff * head_dim, dtype=torch.float32)
-        # BF16 in the checkpoint; held in fp32, in which they are multiplied
+        # multiplied in fp32; BF16 in the checkpoint
         self.wkv = Linear(self.dim, coff * head_dim, dtype=torch.float32)
         self.wgate = Linear(self.dim, coff * head_dim, dtype=torch.float32)
         self.norm = RMSNorm(head_dim, args.norm_eps)
@@ -493,10 +497,9 @@ class Compressor(nn.Module):
         if start_pos == 0:
             self.kv_state[:bsz] = 0
             self.score_state[:bsz] = -torch.inf     # the first row has no group before it: weight exp(-inf)
-        exact = x.float()
-        kv = self.wkv(exact)                                                        # [b,s,coff*d]
+        kv = wide_linear(x, self.wkv.weight)                                        # [b,s,coff*d]
         slots = torch.arange(start_pos, start_pos + seqlen, device=x.device) % ratio
-        score = self.wgate(exact) + self.ape[slots]                                 # [b,s,coff*d]
+        score = wide_linear(x, self.wgate.weight) + self.ape[slots]                 # [b,s,coff*d]
 
         waiting = self.overlap * ratio + start_pos % ratio      # rows of the state that are in use
         n_rows = (start_pos % ratio + seqlen) // ratio
@@ -622,7 +625,7 @@ class Attention(nn.Module):
         self.wq_b = ColumnParallelLinear(self.q_lora_rank, self.n_heads * self.head_dim)
         self.wkv = Linear(self.dim, self.head_dim)
         self.kv_norm = RMSNorm(self.head_dim, self.eps)
-        # FP8 in the checkpoint; dequantised on loading, for a product per group
+        # FP8 in the checkpoint; dequantised, for a product per group whose input is not rounded to FP8
         self.wo_a = ColumnParallelLinear(self.n_heads * self.head_dim // self.n_groups,
                                          self.n_groups * self.o_lora_rank)
         self.wo_b = RowParallelLinear(self.n_groups * self.o_lora_rank, self.dim)
@@ -642,9 +645,9 @@ class Attention(nn.Module):
             factor=args.rope_factor, beta_fast=args.beta_fast, beta_slow=args.beta_slow)
 
     def reset_caches(self, args: ModelArgs, dtype: torch.dtype, device):
-        """Allocates zeroed caches; memory is touched only as positions get used."""
+        """Allocates caches. Nothing is written: a CPU's memory is touched only as positions get used."""
         n_rows = args.max_seq_len // self.compress_ratio if self.compress_ratio else 0
-        new = partial(torch.zeros, dtype=dtype, device=device)
+        new = partial(torch.empty, dtype=dtype, device=device)
         self.kv_cache = new(args.max_batch_size, self.ring_size + n_rows, self.head_dim)
         if self.compress_ratio:
             self.compressor.reset_caches(self.kv_cache[:, self.ring_size:])
@@ -705,8 +708,7 @@ class Attention(nn.Module):
 
         # o
         o = o.view(bsz, seqlen, self.n_local_groups, -1)                            # [b,s,g,h/g*d]
-        wo_a = self.wo_a.weight.view(self.n_local_groups, self.o_lora_rank, -1)     # [g,o_lora_rank,h/g*d]
-        o = torch.einsum("bsgd,grd->bsgr", o, wo_a)
+        o = grouped_linear(o, self.wo_a.weight, self.wo_a.scale)                    # [b,s,g,o_lora_rank]
         return self.wo_b(o.flatten(2))                                              # [b,s,dim]
 
 
@@ -719,7 +721,7 @@ class Gate(nn.Module):
         self.score_func = args.score_func
         self.route_scale = args.route_scale
         self.hash = layer_id < args.n_hash_layers
-        # BF16 in the checkpoint; held in fp32, in which scores are computed
+        # scores are computed in fp32; BF16 in the checkpoint
         self.weight = parameter(args.n_routed_experts, args.dim, dtype=torch.float32)
         if self.hash:
             self.tid2eid = parameter(args.vocab_size, self.topk, dtype=torch.int64)
@@ -729,7 +731,7 @@ class Gate(nn.Module):
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
         """x [n,dim], input_ids [n] -> weights fp32 and expert ids, both [n,topk]."""
-        scores = SCORE_FUNCS[self.score_func](linear(x.float(), self.weight))       # [n,experts]
+        scores = SCORE_FUNCS[self.score_func](wide_linear(x, self.weight))          # [n,experts]
         if self.hash:
             indices = self.tid2eid[input_ids]
         else:
@@ -760,6 +762,16 @@ class Expert(nn.Module):
             y = weights * y
         return self.w2(y.type_as(x))
 
+    def size(self) -> int:
+        """Bytes of its weights and scales, as stored."""
+        return sum(tensor.nbytes for tensor in self.parameters())
+
+
+def copy_to(expert: Expert, device: torch.device) -> Expert:
+    """The same expert with weights of its own on the device."""
+    return deepcopy(expert, {id(tensor): nn.Parameter(tensor.to(device, copy=True), requires_grad=False)
+                             for tensor in expert.parameters()})
+
 
 class MoE(nn.Module):
     """Each token's routed experts, summed in fp32, and one shared expert. Ranks split the routed experts."""
@@ -779,9 +791,18 @@ class MoE(nn.Module):
                                       for i in range(self.n_routed_experts)])
         self.shared_experts = new_expert()
         self.table: ExpertTable = None      # where reset_caches found the experts' weights, on a GPU
+        self.copies: WeightCache = None     # of experts on the device, where they stay in host memory
 
     def is_local(self, i: int) -> bool:
         return self.experts_start_idx <= i < self.experts_end_idx
+
+    def expert(self, i: int, device: torch.device) -> Expert:
+        """A local expert where it computes: itself, or its copy on the device."""
+        if self.copies is None:
+            return self.experts[i]
+        expert = self.experts[i]
+        with self.copies.passing():
+            return self.copies.get(expert, expert.size(), partial(copy_to, expert, device))
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         shape = x.size()
@@ -793,10 +814,12 @@ class MoE(nn.Module):
             y = torch.zeros_like(x, dtype=torch.float32)
             picks = indices.flatten().argsort(stable=True)      # of [n * topk], those of an expert together
             counts = indices.flatten().bincount(minlength=self.n_routed_experts).tolist()
-            for i, picks in enumerate(picks.split(counts)):
-                if len(picks) and self.is_local(i):
-                    idx = picks // indices.size(1)
-                    y.index_add_(0, idx, self.experts[i](x[idx], weights.view(-1, 1)[picks]).float())
+            with weight_cache.passing():
+                for i, picks in enumerate(picks.split(counts)):
+                    if len(picks) and self.is_local(i):
+                        idx = picks // indices.size(1)
+                        y_i = self.expert(i, x.device)(x[idx], weights.view(-1, 1)[picks])
+                        y.index_add_(0, idx, y_i.float())
         if world_size > 1:
             dist.all_reduce(y)
         y += self.shared_experts(x)
@@ -872,11 +895,11 @@ class ParallelHead(nn.Module):
         self.norm_eps = norm_eps
         self.hc_eps = hc_eps
         self.part_vocab_size = vocab_size // world_size
-        # BF16 in the checkpoint; held in fp32, in which logits are computed
+        # logits are computed in fp32; BF16 in the checkpoint
         self.weight = parameter(self.part_vocab_size, dim, dtype=torch.float32)
 
     def get_logits(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x[:, -1].float(), self.weight)                                # [b,vocab]
+        return wide_linear(x[:, -1], self.weight)                                   # [b,vocab]
 
     def forward(self, x: torch.Tensor, hc_fn: torch.Tensor, hc_scale: torch.Tensor, hc_base: torch.Tensor,
                 norm: RMSNorm) -> torch.Tensor:
@@ -972,11 +995,23 @@ class Transformer(nn.Module):
     def attentions(self):
         return [block.attn for block in (*self.layers, *self.mtp)]
 
+    def copy_experts(self, limit: int):
+        """Experts stay where loading put them; at most `limit` bytes of copies lie where they compute."""
+        moes = [block.ffn for block in (*self.layers, *self.mtp)]
+        least = max(expert.size() for moe in moes for expert in moe.experts if expert is not None)
+        if limit < least:
+            raise ValueError(f"{limit / 1e9:g} GB on the device hold no expert: give {least / 1e9:.9g} GB or "
+                             "more")
+        copies = WeightCache(limit, always=True)
+        for moe in moes:
+            moe.copies, moe.table = copies, None
+
     def reset_caches(self, device):
         """Allocates every cache anew, for max_batch_size conversations of max_seq_len tokens."""
         for block in (*self.layers, *self.mtp):
             block.attn.reset_caches(self.args, self.mode.dtype, device)
-            block.ffn.table = expert_table(block.ffn.experts, device)
+            if block.ffn.copies is None:
+                block.ffn.table = expert_table(block.ffn.experts, device)
         self.end_pos = self.bsz = 0
 
     def snapshot(self) -> Snapshot:

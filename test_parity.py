@@ -1667,7 +1667,7 @@ def _(engine, monkeypatch):
     def biased(gate, x, input_ids):
         weights, indices = forward(gate, x, input_ids)
         if gate.bias is not None:
-            scores = torch.nn.functional.softplus(x.float() @ gate.weight.T).sqrt() + gate.bias
+            scores = torch.nn.functional.softplus(x.float() @ gate.weight.float().T).sqrt() + gate.bias
             weights = scores.gather(1, indices)
             weights = weights / weights.sum(dim=-1, keepdim=True) * gate.route_scale
         return weights, indices
@@ -1863,7 +1863,9 @@ def _(engine, monkeypatch):
 @trap("wo_a groups in another order")
 def _(engine, monkeypatch):
     for attn in attentions(engine):
-        attn.wo_a.weight.copy_(attn.wo_a.weight.roll(attn.o_lora_rank, 0))
+        wo_a = kernel.plain_weight(attn.wo_a.weight, attn.wo_a.scale, engine.mode.dtype)
+        attn.wo_a.weight = torch.nn.Parameter(wo_a.roll(attn.o_lora_rank, 0), requires_grad=False)
+        attn.wo_a.scale = None
 
 
 @trap("w1 and w3 swapped")
@@ -2125,25 +2127,18 @@ def python(*args):
 def test_load_published(tmp_path, config, shards):
     tensors = random_tensors(config)
     params = loaded(write_folder(tmp_path / "p", config, tensors, shards), config)
-    kept = {name for name in params if name in tensors and same(params[name], tensors[name])}
     for name, tensor in tensors.items():
-        if name.endswith("wo_a.scale"):
-            assert name not in params
-        elif name.endswith("wo_a.weight") and tensor.dtype == torch.float8_e4m3fn:
-            scale = tensors[name.replace("weight", "scale")].float()
-            grid = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            assert same(params[name], (tensor.float() * grid).bfloat16())
-        elif tensor.dtype == torch.int8:
+        if tensor.dtype == torch.int8:
             assert params[name].dtype == torch.float4_e2m1fn_x2
             assert same(params[name].view(torch.int8), tensor)
         else:
-            assert name in kept or same(params[name], tensor.float()), name
+            assert same(params[name], tensor), name
     assert not any(param.is_meta for param in params.values())
 
 
 def test_load_exact_mode_and_no_mtp(folder):
     params = loaded(folder, dtype=torch.float32, n_mtp_layers=0)
-    assert params["embed.weight"].dtype == params["layers.0.attn.wo_a.weight"].dtype == torch.float32
+    assert params["embed.weight"].dtype == torch.bfloat16, "as stored: it is widened at each use"
     assert params["layers.0.attn.wq_a.weight"].dtype == torch.float8_e4m3fn
     assert not any(name.startswith("mtp.") for name in params)
 
@@ -2404,6 +2399,185 @@ def test_file_larger_than_memory_maps(tmp_path):
     assert convert.read_files([str(tmp_path / "a.safetensors")])["a"].tensor()[-1] == 0
 
 
+# ---- weights that stay as stored, and the two caches
+
+def answers(engine, tokens=None) -> torch.Tensor:
+    """Logits of a prompt, of single tokens that route elsewhere, and of a second prompt."""
+    tokens = random_tokens(40) if tokens is None else tokens
+    logits = [engine(tokens[:, :30])] + [engine(tokens[:, p:p + 1], p) for p in range(30, 40)]
+    return torch.cat([*logits, engine(tokens[:, 20:])])
+
+
+@pytest.fixture
+def plain_cache(monkeypatch):
+    """A weight cache of the test's own, which nothing limits yet."""
+    monkeypatch.setattr(kernel, "weight_cache", kernel.WeightCache())
+    monkeypatch.setattr(model, "weight_cache", kernel.weight_cache)
+    return kernel.weight_cache
+
+
+def widen(engine, folder):
+    """The engine's weights as loading leaves them on a GPU."""
+    places = dict(engine.named_parameters())
+    for name, stored in convert.read_published(folder).items():
+        if name not in places:
+            continue        # the MTP block's
+        module = engine.get_submodule(name.rpartition(".")[0])
+        leaf = name.rpartition(".")[2]
+        if name.endswith("wo_a.weight") and stored.dtype == "F8_E4M3":
+            weight = convert.dequantise(places[name].data, module.scale.data, engine.mode.dtype)
+            module.weight, module.scale = torch.nn.Parameter(weight, requires_grad=False), None
+        elif stored.dtype == "BF16" and leaf == "weight":
+            fp32 = ("norm.weight", "gate.weight", "compressor.wkv.weight", "head.weight")
+            declared = torch.float32 if name.endswith(("wgate.weight", *fp32)) else engine.mode.dtype
+            setattr(module, leaf, torch.nn.Parameter(places[name].to(declared), requires_grad=False))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_stored_weights_give_the_bits_of_widened_ones(kind, dtype):
+    """Oracle: the engine with weights as a GPU holds them, widened and dequantised once. Prompt and decode."""
+    engine = load(fixture(kind), dtype, model.ROUND_TRIPS, n_mtp_layers=0)
+    stored = answers(engine)
+    held = {parameter.dtype for name, parameter in engine.named_parameters() if name.endswith("wo_a.weight")}
+    assert held == {torch.float8_e4m3fn if kind == "fp8" else torch.bfloat16}
+    widen(engine, fixture(kind))
+    assert engine.head.weight.dtype == engine.layers[1].attn.compressor.wkv.weight.dtype == torch.float32
+    assert all(block.attn.wo_a.weight.dtype == dtype for block in engine.layers)
+    assert torch.equal(answers(engine), stored)
+
+
+def test_as_stored_on_a_cpu_and_as_declared_elsewhere():
+    """The one condition of loading, by dtypes; device "meta" stands for any device that is no CPU."""
+    def dtypes(device):
+        args = model.ModelArgs.from_config(SMALL | QUANTISED)
+        with torch.device("meta"):
+            engine = model.Transformer(args)
+        convert.load_weights(engine, fixture("fp8"), device=device)
+        return {name: parameter.dtype for name, parameter in engine.named_parameters()}
+    here, there = dtypes("cpu"), dtypes("meta")
+    fp32 = ("norm.weight", "gate.weight", "compressor.wkv.weight", "compressor.wgate.weight", "head.weight")
+    for name, dtype in here.items():
+        if name.endswith(fp32):
+            assert (dtype, there[name]) == (torch.bfloat16, torch.float32), name
+        elif name.endswith("wo_a.weight"):
+            assert (dtype, there[name]) == (torch.float8_e4m3fn, torch.bfloat16)
+        elif name.endswith("wo_a.scale"):
+            assert name not in there
+        else:
+            assert dtype == there[name], name
+
+
+@pytest.mark.parametrize("kind, dtype", [("fp8", torch.bfloat16), ("fp8", torch.float32),
+                                         ("bf16", torch.bfloat16)])
+def test_a_weight_cache_changes_no_bit(plain_cache, kind, dtype):
+    """None, one that is too small for all, and one that holds all."""
+    found, held = [], []
+    for limit in (0, 1_000_000, 1 << 30):
+        plain_cache.limit = limit
+        found.append(answers(load(fixture(kind), dtype, model.ROUND_TRIPS)))
+        assert plain_cache.size() <= limit
+        held.append(plain_cache.hits)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert held[0] == 0 < held[1] < held[2]
+
+
+def test_a_weight_cache_sees_writes_and_forgets_freed_weights(plain_cache):
+    plain_cache.limit = 1 << 20
+    x, weight = torch.randn(1, 256), torch.randn(8, 256).bfloat16()
+    before = kernel.wide_linear(x, weight)
+    assert torch.equal(kernel.wide_linear(x, weight), before) and plain_cache.hits == 1
+    weight.mul_(2)
+    assert torch.equal(kernel.wide_linear(x, weight), 2 * before) and plain_cache.hits == 1
+    assert plain_cache.size() == 8 * 256 * 4
+    del weight
+    assert plain_cache.size() == 0 and len(plain_cache.asked) == 0
+
+
+class Owner:
+    """Something to be kept for."""
+
+
+def sweep(cache, owners, passing=False) -> int:
+    """Asks for each owner's 10 bytes in turn; how many were there."""
+    hits = cache.hits
+    for owner in owners:
+        with cache.passing() if passing else contextlib.nullcontext():
+            cache.get(owner, 10, lambda: bytes(10))
+        assert cache.size() <= cache.limit
+    return cache.hits - hits
+
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_a_sweep_over_more_than_fits_still_finds_what_does(passing):
+    cache, owners = kernel.WeightCache(45), [Owner() for _ in range(10)]
+    assert [sweep(cache, owners, passing) for _ in range(3)] == [0, 4, 4]
+
+
+def test_what_passes_makes_room_for_what_stays():
+    cache, dense, experts = kernel.WeightCache(40), [Owner() for _ in range(3)], [Owner() for _ in range(4)]
+    assert sweep(cache, experts, passing=True) == 0 and sweep(cache, experts, passing=True) == 4
+    sweep(cache, dense)
+    assert sweep(cache, dense) == 3 and sweep(cache, experts[3:], passing=True) == 1, "the newest expert stays"
+    assert cache.get(Owner(), 41, lambda: bytes(41)) is None and cache.size() == 40, "nothing goes for nothing"
+    assert sweep(cache, [Owner()]) == 0 and sweep(cache, dense) == 3
+    others = [Owner(), Owner()]
+    assert sweep(cache, others) == 0 and sweep(cache, dense) == 3 and cache.size() == 40
+
+
+def test_an_expert_that_is_used_again_takes_the_place_of_one_that_is_not():
+    cache, (a, b, c) = kernel.WeightCache(20), (Owner(), Owner(), Owner())
+    sweep(cache, [a, b, c], passing=True)
+    assert sweep(cache, [b, c, b, c], passing=True) == 3, "c took a's place at its second use"
+
+
+def test_copies_of_experts_are_bounded_and_change_no_bit():
+    """The CPU plays both sides. Room for all, for three and for one; a limit below one names the least."""
+    folder = fixture("fp8")
+    expected = answers(load(folder, torch.bfloat16, model.ROUND_TRIPS, n_mtp_layers=0))
+    for experts in (1, 3, 48):
+        engine = load(folder, torch.bfloat16, model.ROUND_TRIPS, n_mtp_layers=0)
+        size = engine.layers[0].ffn.experts[0].size()
+        engine.copy_experts(experts * size)
+        engine.reset_caches("cpu")
+        copies, most = engine.layers[0].ffn.copies, 0
+        allocate = model.copy_to
+
+        def copy_to(expert, device):
+            nonlocal most
+            most = max(most, copies.size() + size)      # what is held while the copy is made, and the copy
+            return allocate(expert, device)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "copy_to", copy_to)
+            assert torch.equal(answers(engine), expected)
+        assert most <= experts * size and (copies.hits > 0) == (experts == 48)
+        assert all(block.ffn.table is None for block in engine.layers)
+    with pytest.raises(ValueError, match=f"hold no expert: give {size / 1e9:.9g} GB or more"):
+        engine.copy_experts(size - 1)
+
+
+@pytest.mark.parametrize("cache_gb, device_gb, device, expected", [
+    (None, None, None, generate.CACHE_GB), (0, None, None, 0), (3.5, None, "cpu", 3.5), (None, None, "cuda", 0),
+    (None, 1, "cuda", 0), (None, 1, "cpu", 0), (0, 1, "cuda:1", 0), (None, 1, None, "there is no GPU"),
+    (1, None, "cuda", "leave it out"), (1, 1, "cpu", "leave it out")])
+def test_which_caches_make_sense(cache_gb, device_gb, device, expected):
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            generate.cache_of(cache_gb, device_gb, device)
+    else:
+        assert generate.cache_of(cache_gb, device_gb, device) == expected
+
+
+def test_load_model_sets_the_caches(plain_cache):
+    engine, _ = generate.load_model(BOX, max_seq_len=64, cache_gb=0.5)
+    assert plain_cache.limit == 500_000_000
+    expected = answers(engine, random_tokens(40, engine.vocab_size))
+    assert plain_cache.hits > 0
+    engine, _ = generate.load_model(BOX, max_seq_len=64, device="cpu", device_gb=0.001)
+    assert plain_cache.limit == 0
+    assert torch.equal(answers(engine, random_tokens(40, engine.vocab_size)), expected)
+
+
 # ---- ranks
 
 @pytest.mark.parametrize("config", [FLASH, FILES], ids=["flash", "small"])
@@ -2431,13 +2605,20 @@ def test_half_blocks_are_refused(tmp_path):
     assert convert_to(folder, tmp_path / "out", 1) == 0
 
 
+def with_plain_wo_a(params: dict) -> dict:
+    """Parameters with wo_a as conversion stores it, whatever it is stored as."""
+    plain = {name: kernel.plain_weight(param, params.get(convert.scale_of(name)), torch.bfloat16)
+             for name, param in params.items() if name.endswith("wo_a.weight")}
+    return {name: plain.get(name, param) for name, param in params.items() if not name.endswith("wo_a.scale")}
+
+
 @pytest.mark.parametrize("expert_dtype", [None, "fp8"])
 @pytest.mark.parametrize("config", [FILES, BASE, PLAIN], ids=["fp4", "base", "bf16"])
 def test_convert_verify_load(tmp_path, monkeypatch, capsys, config, expert_dtype):
     if config is PLAIN and expert_dtype:
         pytest.skip("refused")
     folder = write_folder(tmp_path / "p", config, random_tensors(config), shards=2)
-    whole = loaded(folder, config)
+    whole = with_plain_wo_a(loaded(folder, config))
     for world in (1, 2):
         out = tmp_path / f"out{world}"
         assert convert_to(folder, out, world, expert_dtype) == 0
@@ -2448,7 +2629,7 @@ def test_convert_verify_load(tmp_path, monkeypatch, capsys, config, expert_dtype
         ranks = []
         for rank in range(world):
             as_rank(monkeypatch, rank, world)
-            converted, sliced = loaded(str(out), config), loaded(folder, config)
+            converted, sliced = (with_plain_wo_a(loaded(str(place), config)) for place in (out, folder))
             assert all(param.is_contiguous() for param in sliced.values())
             ranks.append(sliced)
             assert converted.keys() == sliced.keys()
@@ -9616,7 +9797,7 @@ class Trace:
         weights, indices = output
         indices, order = indices.sort(dim=-1)
         if gate.bias is not None:
-            scores = model.SCORE_FUNCS[gate.score_func](args[0].float() @ gate.weight.T)
+            scores = model.SCORE_FUNCS[gate.score_func](args[0].float() @ gate.weight.float().T)
             self.keep("ffn.gate_scores", scores + gate.bias)
         self.keep("ffn.gate_indices", indices)
         self.keep("ffn.gate_weights", weights.gather(1, order))
