@@ -16,6 +16,7 @@ It is a drop-in: the vendor's unchanged model.py runs over this file. Deliberate
 - hadamard_transform stands here; the vendor imports fast_hadamard_transform.
 - weight_dequant is added: the stored weight as plain numbers; wide_linear multiplies with a weight that stays
   as stored, and weight_cache keeps plain numbers where there is memory for that.
+- KERNEL_BACKEND=compile makes one loop of the product of one row with a stored weight (torch.compile).
 - index_score and routed_experts are added: the vendor's Indexer uses einsum, its MoE one launch per expert.
 
 The Triton kernels are made for sm_120: 101,376 bytes of shared memory a block, no wgmma. One source runs on
@@ -26,6 +27,7 @@ activations, the exact mode, take x_ref. The other kernels are exact for both.
 from __future__ import annotations      # the kernels' annotations need no Triton
 
 import os
+import shutil
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -71,12 +73,15 @@ def choose_backend() -> Optional[str]:
     """The device type whose tensors Triton takes: "cuda", "cpu" (interpreted), or None: torch does it all.
 
     A GPU of capability 8.9 or more (older ones have no e4m3) gets Triton, if there is one; anything else gets
-    torch. KERNEL_BACKEND=torch|triton overrides that. Says what it chose, but not on a plain CPU machine."""
+    torch. KERNEL_BACKEND=torch|triton overrides that; compile is torch, with what `compiled` marks made into
+    one loop. Says what it chose, but not on a plain CPU machine."""
     wish, interpret = os.environ.get("KERNEL_BACKEND"), os.environ.get("TRITON_INTERPRET") == "1"
     gpu = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if gpu else (0, 0)
-    if wish not in (None, "torch", "triton"):
-        raise ValueError(f"KERNEL_BACKEND is {wish!r}; it can be torch or triton")
+    if wish not in (None, "torch", "triton", "compile"):
+        raise ValueError(f"KERNEL_BACKEND is {wish!r}; it can be torch, triton or compile")
+    if wish == "compile" and not shutil.which(os.environ.get("CXX", "g++")):
+        raise ValueError("KERNEL_BACKEND=compile needs a C++ compiler: install g++, or set CXX to yours")
     if wish == "triton" and triton is None:
         raise ValueError("KERNEL_BACKEND=triton, but Triton is not installed")
     if wish == "triton" and not (gpu or interpret):
@@ -86,7 +91,7 @@ def choose_backend() -> Optional[str]:
     if wish == "triton" or wish is None and automatic:
         device = "cpu" if interpret else "cuda"
     if wish or gpu:
-        where = "CPU, interpreted" if device == "cpu" else "CPU"
+        where = "CPU" + ", interpreted" * (device == "cpu") + ", compiled" * (wish == "compile")
         if gpu and device != "cpu":
             where = f"{torch.cuda.get_device_name()}, capability {capability[0]}.{capability[1]}"
         print(f"kernel: {'triton' if device else 'torch'} on {where}", file=sys.stderr)
@@ -94,6 +99,7 @@ def choose_backend() -> Optional[str]:
 
 
 TRITON_DEVICE = choose_backend()
+COMPILE = os.environ.get("KERNEL_BACKEND") == "compile"
 launches = Counter()        # how often each kernel was started
 
 
@@ -103,6 +109,14 @@ def jit(kernel):
         return kernel
     sizes = {"M", "TOPK", "ROWS", "BLOCKS", "SPLIT"} & set(kernel.__code__.co_varnames)
     return triton.jit(kernel, do_not_specialize=sorted(sizes))
+
+
+def compiled(function):
+    """With KERNEL_BACKEND=compile one loop, which torch.compile makes for each shape; else the steps as they are."""
+    if not COMPILE:
+        return function
+    torch._dynamo.config.recompile_limit = 64       # shapes; a model has fewer
+    return torch.compile(function, dynamic=False)
 
 
 def launch(kernel, grid: tuple, *args, **meta):
@@ -567,6 +581,63 @@ def stamp_of(*tensors: Optional[torch.Tensor]) -> tuple:
     return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
 
 
+def magnitude(code: torch.Tensor, mantissa: int, bias: int) -> torch.Tensor:
+    """Codes of a small float without their sign, int32, as fp32: exponent and mantissa go to fp32's places.
+
+    A subnormal 0.m * 2^(1-bias) comes out as 1.m * 2^-bias there, which the minimum puts right."""
+    x = ((code << (23 - mantissa)) + ((127 - bias) << 23)).view(torch.float32)
+    return torch.minimum(x, 2 * x - 2.0 ** (1 - bias))
+
+
+def e2m1_numbers(code: torch.Tensor) -> torch.Tensor:
+    """The lower four bits of int32 as fp32."""
+    x = magnitude(code & 7, 1, 1)
+    return torch.where(code & 8 != 0, -x, x)
+
+
+def e4m3_numbers(code: torch.Tensor) -> torch.Tensor:
+    """Bytes in int32 as fp32."""
+    x = torch.where(code & 127 == 127, torch.nan, magnitude(code & 127, 3, 7))
+    return torch.where(code & 128 != 0, -x, x)
+
+
+def scale_numbers(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as fp32: fp32, or bytes of e8m0, of which 0 is a subnormal and 255 no number."""
+    if scale.dtype == torch.float32:
+        return scale
+    byte = scale.int()
+    return torch.where(byte == 255, torch.nan, (byte << 23).clamp(min=0x400000).view(torch.float32))
+
+
+@compiled
+def fp4_row(a: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A row a [k] times packed e2m1 w [n,k/2] and its scales [n,k/32], both as bytes: fp32 [n]."""
+    w = w.unflatten(1, (-1, FP4_BLOCK // 2)).int()                      # [n,k/32,16]
+    a = a.view(-1, FP4_BLOCK // 2, 2)                                   # [k/32,16,2]
+    terms = e2m1_numbers(w) * a[..., 0] + e2m1_numbers(w >> 4) * a[..., 1]
+    return (terms * scale_numbers(scale).unsqueeze(-1)).sum((1, 2))
+
+
+@compiled
+def fp8_row(a: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A row a [k] times e4m3 w [n,k], as bytes, and its scales [n/128,k/128]: fp32 [n]."""
+    w = e4m3_numbers(w.unflatten(1, (-1, WEIGHT_BLOCK)).int())          # [n,k/128,128]
+    terms = (w * a.view(-1, WEIGHT_BLOCK)).sum(2)                       # [n,k/128]
+    scale = scale_numbers(scale).repeat_interleave(WEIGHT_BLOCK, dim=0)[:w.size(0)]
+    return (terms * scale).sum(1)
+
+
+def row_is_compiled(a: torch.Tensor) -> bool:
+    """Whether a [..., k] times a stored weight goes through stored_row."""
+    return COMPILE and a.device.type == "cpu" and a.numel() == a.size(-1) and a.numel() % WEIGHT_BLOCK == 0
+
+
+def stored_row(a: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor) -> torch.Tensor:
+    """The one row of fp32 a [..., k] times a stored weight [n,k], at the speed of reading it: fp32 [..., n]."""
+    row = fp4_row if b.dtype == torch.float4_e2m1fn_x2 else fp8_row
+    return row(a.flatten(), b.view(torch.uint8), raw_scale(b_s)).view(*a.shape[:-1], -1)
+
+
 def _scaled_gemm(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor):
     """(a * a_s) @ (b * b_s)^T, the weight dequantised in tiles, or taken from weight_cache.
 
@@ -574,6 +645,8 @@ def _scaled_gemm(a: torch.Tensor, a_s: torch.Tensor, b: torch.Tensor, b_s: torch
     products are those of the vendor's kernel; F32 scales round once more, to 2^-24. A CPU multiplies bf16
     where that is exact and the result is bf16 anyway: the sums are of fp32 there, too."""
     k, n, result = a.size(-1), b.size(0), torch.get_default_dtype()
+    if row_is_compiled(a):
+        return stored_row(decode(a, a_s, torch.float32), b, b_s).to(result)
     half = result == torch.bfloat16 and a.device.type == "cpu" and near_one(b_s)
     dtype = torch.bfloat16 if half else torch.float32
     a = decode(a, a_s, dtype if near_one(a_s) else torch.float32)       # [..., k]
@@ -608,6 +681,11 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: Optional[torch.
         w = plain_weight(weight, scale, x.dtype).view(groups, rows, -1)
         return torch.einsum("bsgd,grd->bsgr", x, w)
     y = x.new_empty(*x.shape[:-1], rows)
+    if scale is not None and rows % WEIGHT_BLOCK == 0 and row_is_compiled(x[:, :, 0]):
+        for group in range(groups):
+            w, s = weight.chunk(groups)[group], scale.chunk(groups)[group]
+            y[:, :, group] = stored_row(x[:, :, group].float(), w, s)
+        return y
     for first, _, w in plain_tiles(weight, scale, x.dtype, rows):       # mv and F.linear are faster than bmm
         group = first // rows
         y[:, :, group] = plain_linear(x[:, :, group], w)

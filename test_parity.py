@@ -5918,6 +5918,7 @@ def test_kernels_on_the_gpu(name):
 @needs_triton
 @pytest.mark.parametrize("wish, capability, expected, said", [
     (None, None, None, ""), ("torch", None, None, "kernel: torch on CPU\n"),
+    ("compile", None, None, "kernel: torch on CPU, compiled\n"),
     (None, (12, 0), "cuda", "kernel: triton on Card, capability 12.0\n"),
     (None, (12, 1), "cuda", "kernel: triton on Card, capability 12.1\n"),
     (None, (8, 9), "cuda", "kernel: triton on Card, capability 8.9\n"),
@@ -5932,6 +5933,7 @@ def test_backend(monkeypatch, capsys, wish, capability, expected, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     assert kernel.choose_backend() == expected
     assert capsys.readouterr().err == said
 
@@ -5939,7 +5941,11 @@ def test_backend(monkeypatch, capsys, wish, capability, expected, said):
 @needs_triton
 def test_backend_that_is_refused(monkeypatch):
     monkeypatch.setenv("KERNEL_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="torch or triton"):
+    with pytest.raises(ValueError, match="torch, triton or compile"):
+        kernel.choose_backend()
+    monkeypatch.setenv("KERNEL_BACKEND", "compile")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="needs a C.. compiler"):
         kernel.choose_backend()
     monkeypatch.setenv("KERNEL_BACKEND", "triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
