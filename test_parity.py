@@ -1326,7 +1326,8 @@ def test_round_trips_layer_by_layer(monkeypatch, tokens):
     grow to 10% of the logits. So the reference gets each layer's input and each rounding's result from us."""
     engine, ids = load(fixture("fp8"), round_trips=model.ROUND_TRIPS), random_tokens(tokens)
     recorder = Recorder(engine, monkeypatch)
-    h = engine.embed(ids).unsqueeze(2).repeat(1, 1, 4, 1)
+    with model.run_mode(engine.mode):
+        h = engine.embed(ids).unsqueeze(2).repeat(1, 1, 4, 1)
     worst = flipped = compared = choices = other = 0
     for i in range(len(engine.layers)):
         out = recorder.run(engine, i, h, ids)
@@ -1419,6 +1420,20 @@ def test_snapshot(at):
     engine.restore(kept)
     again = [engine(tokens[:, p:p + 1], p) for p in range(at, at + 8)]
     assert torch.equal(torch.cat(again), torch.cat(first))
+
+
+@pytest.mark.parametrize("kind, mode", [("bf16", {}), ("fp8", dict(dtype=torch.bfloat16,
+                                                                   round_trips=model.ROUND_TRIPS))])
+def test_rows_that_were_not_written_are_not_read(kind, mode):
+    """Caches are allocated without being filled; here with NaN, which would spoil whatever reads it."""
+    engine, tokens, logits = load(fixture(kind), max_chunk=64, **mode), random_tokens(208), []
+    for fill in (0, torch.nan):
+        engine.reset_caches("cpu")
+        for attn in attentions(engine):
+            for cache in [attn.kv_cache] + ([attn.indexer.kv_cache] if attn.compress_ratio == 4 else []):
+                cache.fill_(fill)
+        logits.append(prompt_and_steps(engine, tokens, 200))
+    assert torch.equal(*logits) and logits[0].isfinite().all()
 
 
 def test_a_pass_must_go_on():
@@ -6811,7 +6826,7 @@ SPARSE = FILES | {"hidden_size": 1024, "moe_intermediate_size": 1024, "n_routed_
 
 @needs_proc
 def test_full_size_on_a_smaller_model(capfd):
-    assert full_size(SPARSE, prefill=3, steps=2) == 0
+    assert full_size(SPARSE, prefill=3, steps=2, cache_gb=0) == 0
     title, *table = capfd.readouterr().out.splitlines()
     rows = [re.split(r" *\| *", line)[1:-1] for line in table if line.startswith("|")][2:]
     assert [row[0] for row in rows] == ["before loading", "load_model", "prefill of 3", "token 1", "token 2"]
@@ -9529,13 +9544,21 @@ def nothing_changed(a: Pass, b: Pass) -> bool:
     return same and a.launches == b.launches
 
 
+def empty_caches(engine):
+    """Allocated anew, and 0 where nothing is written, so that they can be compared whole."""
+    engine.reset_caches(engine.embed.weight.device)
+    for attn in attentions(engine):
+        for cache in [attn.kv_cache] + ([attn.indexer.kv_cache] if attn.compress_ratio == 4 else []):
+            cache.zero_()
+
+
 @contextlib.contextmanager
 def switched(arm: Arm, engine):
     """The engine with one thing switched, its caches empty."""
     with pytest.MonkeyPatch.context() as patch:
         model.get_compress_topk_idxs.cache_clear()      # it would answer with what was visible before
         arm.switch(engine, patch)
-        engine.reset_caches(engine.embed.weight.device)     # also decides which path the experts take
+        empty_caches(engine)    # also decides which path the experts take
         yield
     model.get_compress_topk_idxs.cache_clear()
 
@@ -9596,7 +9619,7 @@ def compare_arms(load_engine: typing.Callable, question: Question, n: int) -> Re
     """Every arm on an engine of its own, freshly loaded."""
     engine = load_engine()
     answer = greedy_answer(engine, question, n)
-    engine.reset_caches(engine.embed.weight.device)
+    empty_caches(engine)
     baseline = run_answer(engine, question.ids, answer)
     found, rows = [], []
     for arm in ARMS:
@@ -10570,7 +10593,8 @@ def study_model(folder: str, trips, ids: torch.Tensor, tolerance: float, breaks=
                 parameter.data = parameter.data.clone()
             breaks(engine, patch)
         recorder = Recorder(engine, patch)
-        h = engine.embed(ids).unsqueeze(2).repeat(1, 1, engine.args.hc_mult, 1)     # [1,s,hc,d]
+        with model.run_mode(engine.mode):
+            h = engine.embed(ids).unsqueeze(2).repeat(1, 1, engine.args.hc_mult, 1)     # [1,s,hc,d]
         theirs_h = Reference(folder).embed(ids[0].numpy())
         same = np.array_equal(h[0].numpy(), theirs_h)
         for i in range(len(engine.layers)):
