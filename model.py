@@ -812,14 +812,15 @@ class MoE(nn.Module):
             y = routed_experts(x, weights, indices, self.table, mode.scale_fmt)     # fp32 [n,dim]
         else:
             y = torch.zeros_like(x, dtype=torch.float32)
-            picks = indices.flatten().argsort(stable=True)      # of [n * topk], those of an expert together
-            counts = indices.flatten().bincount(minlength=self.n_routed_experts).tolist()
+            picks = {}      # of each expert: which of the [n * topk] choices are of it
+            for pick, i in enumerate(indices.flatten().tolist()):
+                picks.setdefault(i, []).append(pick)
             with weight_cache.passing():
-                for i, picks in enumerate(picks.split(counts)):
-                    if len(picks) and self.is_local(i):
-                        idx = picks // indices.size(1)
-                        y_i = self.expert(i, x.device)(x[idx], weights.view(-1, 1)[picks])
-                        y.index_add_(0, idx, y_i.float())
+                for i in filter(self.is_local, sorted(picks)):
+                    chosen = torch.tensor(picks[i], device=x.device)
+                    idx = chosen // indices.size(1)
+                    y_i = self.expert(i, x.device)(x[idx], weights.view(-1, 1)[chosen])
+                    y.index_add_(0, idx, y_i.float())
         if world_size > 1:
             dist.all_reduce(y)
         y += self.shared_experts(x)

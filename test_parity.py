@@ -1045,6 +1045,75 @@ def brute_attention(q, kv, sink, idxs, scale, dtype):
     return o
 
 
+def test_stored_numbers_by_their_bits():
+    """Oracle: torch's conversion of e4m3 and e8m0, and the table of e2m1; of every code, to the bit."""
+    code = torch.arange(256, dtype=torch.int32)
+    byte = code.to(torch.uint8)
+    for ours, exact in ((kernel.e4m3_numbers(code), byte.view(torch.float8_e4m3fn).float()),
+                        (kernel.scale_numbers(byte), byte.view(torch.float8_e8m0fnu).float()),
+                        (kernel.e2m1_numbers(code & 15), torch.from_numpy(np.tile(E2M1_TABLE, 16)))):
+        assert ours[exact.isnan()].isnan().all()
+        there = ~exact.isnan()
+        assert torch.equal(ours[there].view(torch.int32), exact[there].view(torch.int32))
+
+
+def compiled_rows():
+    """In a process with KERNEL_BACKEND=compile: the errors of compiled rows against the table's way."""
+    rng, errors = generator(0), []
+    for n, k in ((256, 512), (200, 128)):
+        a, a_s = kernel.act_quant(torch.randn(1, k, generator=rng), 128, "ue8m0", torch.float8_e8m0fnu)
+        byte = torch.randint(0, 256, (n, k), generator=rng).to(torch.uint8)
+        scale = torch.randint(117, 137, (n, k // 32), generator=rng).to(torch.uint8)
+        fp8 = (byte & 191).view(torch.float8_e4m3fn), torch.rand(-(-n // 128), k // 128, generator=rng)
+        fp4 = (byte[:, :k // 2].contiguous().view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e8m0fnu))
+        for gemm, weight in ((kernel.fp8_gemm, fp8), (kernel.fp4_gemm, fp4)):
+            kernel.COMPILE = True
+            ours = gemm(a, a_s, *weight)
+            kernel.COMPILE = False
+            errors.append(relative_error(ours, gemm(a, a_s, *weight)))
+    print(json.dumps(errors))
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="needs a C++ compiler")
+def test_compiled_rows():
+    """Oracle: the way over a table and a matrix product, which has brute force for an oracle."""
+    code = "import test_parity; test_parity.compiled_rows()"
+    env = os.environ | {"KERNEL_BACKEND": "compile", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors = json.loads(done.stdout)
+    assert len(errors) == 4 and max(errors) < 1e-6, errors      # fp32 sums in another order
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_wide_matmul_loses_nothing(rows):
+    """Oracle: float64. Whatever the CPU multiplies in, only fp32 sums may round; and nothing stays switched."""
+    rng, before = generator(rows), torch.backends.mkldnn.matmul.fp32_precision
+    a, b = torch.randn(rows, 300, generator=rng), torch.randn(300, 70, generator=rng)
+    for dtype in (torch.bfloat16, torch.float32):
+        exact = a.to(dtype).double() @ b.to(dtype).double()
+        ours = kernel.wide_matmul(a.to(dtype), b.to(dtype))
+        # 300 terms, each sum rounded to 2^-24; operands rounded to bf16 would be 1e-3 off
+        assert ours.dtype == torch.float32 and relative_error(ours, exact) < 1e-6
+    with pytest.raises(RuntimeError):
+        kernel.wide_matmul(a.bfloat16(), b.bfloat16()[:9])
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("x_dtype, w_dtype", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16),
+                                              (torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
+def test_wide_linear(monkeypatch, rows, x_dtype, w_dtype):
+    """Oracle: float64, of the numbers as they are stored; in tiles, and with the widened weight kept."""
+    monkeypatch.setattr(kernel, "WIDE_TILE", 3 * 256)
+    monkeypatch.setattr(kernel, "weight_cache", kernel.WeightCache(1 << 20))
+    rng = generator(rows)
+    x, w = torch.randn(rows, 256, generator=rng).to(x_dtype), torch.randn(50, 256, generator=rng).to(w_dtype)
+    first = kernel.wide_linear(x, w)
+    assert first.dtype == torch.float32 and relative_error(first, x.double() @ w.double().T) < 1e-6
+    assert torch.equal(kernel.wide_linear(x, w), first)
+
+
 @pytest.mark.parametrize("tile", [kernel.SCORE_TILE, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads, topk", [(1, 1), (3, 7), (16, 40)])
@@ -6370,6 +6439,7 @@ def bench_expert(n: int = 2048, k: int = 4096, rounds: int = 3):
 def bench_model(config: dict, kind: str, rounds: int):
     """A random checkpoint, in ours with all round trips, the two engines in turn; medians."""
     import transformers
+    kernel.weight_cache.limit = round(1e9 * generate.CACHE_GB)      # as a chat has it
     folder = write_checkpoint(os.path.join(work_folder(), f"bench-{kind}"), config)
     ours = load(folder, torch.bfloat16, model.ROUND_TRIPS)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
