@@ -623,10 +623,10 @@ def load_weights(model: torch.nn.Module, ckpt_path: str, device: torch.device | 
                  expert_device: torch.device | str | None = None, tensors: Tensors | None = None) -> None:
     """Fills a Transformer that was built on the meta device, from a published or a converted folder.
 
-    Rank and world size are torch.distributed's. The scale of an FP8 or FP4 weight becomes `module.scale`. On a
-    CPU all stays as stored, in the mapped files. On a GPU, which would pay at each token, wo_a is dequantised
-    and the rest gets its declared dtype. expert_device: where routed experts go, if not to `device`.
-    `tensors`: what read_checkpoint returned, if the caller has called it. `progress(done, total)` counts bytes.
+    Rank and world size are torch.distributed's. The scale of an FP8 or FP4 weight becomes `module.scale`. On
+    a CPU all stays as stored, in the mapped files. On a GPU, which would pay at each token, wo_a is
+    dequantised and the rest gets its declared dtype. expert_device: where routed experts go, if not to
+    `device`. tensors: what read_checkpoint returned, if it was called. progress(done, total) counts bytes.
     CheckpointError unless every parameter and every tensor is used.
     """
     import torch.distributed as dist

@@ -1028,14 +1028,14 @@ def default_context(config: dict) -> int:
 
 
 def cache_of(cache_gb: Optional[float], device_gb: Optional[float], device: Optional[str]) -> float:
-    """How many GB of plain weights are kept. ValueError for a limit on what there is not; device None: no GPU."""
+    """GB of plain weights that are kept; ValueError for a limit on nothing. device None: there is no GPU."""
     on_gpu = device is not None and not str(device).startswith("cpu")
     if device_gb is not None and device is None:
-        raise ValueError("--device-gb limits the copies of experts on a GPU, and there is no GPU: leave it out; "
-                         "of mapped files only the experts that are used take memory")
+        raise ValueError("--device-gb limits the copies of experts on a GPU, and there is no GPU: leave it "
+                         "out; of mapped files only the experts that are used take memory")
     if cache_gb and (on_gpu or device_gb is not None):
-        raise ValueError("--cache-gb keeps plain numbers for a CPU's products, and a GPU multiplies weights as "
-                         "they are stored: leave it out")
+        raise ValueError("--cache-gb keeps plain numbers for a CPU's products, and a GPU multiplies weights "
+                         "as they are stored: leave it out")
     if cache_gb is None:
         return 0 if on_gpu or device_gb is not None else CACHE_GB
     return cache_gb
@@ -1634,7 +1634,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of activations")
     gigabytes = number(float, (0, 1e6), "number of GB")
     parser.add_argument("--cache-gb", type=gigabytes, metavar="G",
-                        help=f"CPU: keep up to G GB of dequantised weights, for speed (default: {CACHE_GB:g})")
+                        help=f"CPU: keep up to G GB of dequantised weights (default: {CACHE_GB:g})")
     parser.add_argument("--device-gb", type=gigabytes, metavar="G",
                         help="GPU: keep experts in host memory, and up to G GB of copies on the GPU")
     parser.add_argument("--hide-thinking", action="store_true")

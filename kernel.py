@@ -112,7 +112,7 @@ def jit(kernel):
 
 
 def compiled(function):
-    """With KERNEL_BACKEND=compile one loop, which torch.compile makes for each shape; else the steps as they are."""
+    """With KERNEL_BACKEND=compile one loop, which torch.compile makes for each shape; else as it stands."""
     if not COMPILE:
         return function
     torch._dynamo.config.recompile_limit = 64       # shapes; a model has fewer
@@ -445,36 +445,36 @@ def near_one(scale: torch.Tensor) -> bool:
 
 
 class Kept(NamedTuple):
-    """An entry of a WeightCache. passing: it goes before the rest; stamp: see WeightCache.get."""
+    """An entry of a WeightCache; stamp: see WeightCache.get."""
     value: Any
     size: int
-    passing: bool
+    of_expert: bool
     stamp: Any
 
 
 class WeightCache:
     """What was made from weights, at most `limit` bytes of it, so that it need not be made at each use.
 
-    Weights are used in turn, layer by layer, and again in the next pass. Were the oldest always put out, a
-    pass over more than fits would find nothing. So what is used for each token stays once it is kept, and what
-    finds no room is not kept. What is asked for within passing(), routed experts, goes for the rest; and for
-    another of its kind if it was last asked for before the other was. always: it goes for another at once."""
+    Dense weights are used in turn for every token: were the oldest put out, a pass over more than fits would
+    find nothing. So one stays once it is kept, and one that finds no room is not kept. Experts, asked for
+    within experts(), make room for dense weights, the least recently used first; and for another expert, if
+    that one's last use is the more recent one. always: for any other expert."""
 
     def __init__(self, limit: int = 0, always: bool = False):
         self.limit, self.always = limit, always
         self.entries = WeakIdKeyDictionary()        # owner: Kept; an entry goes with its owner
         self.asked = WeakIdKeyDictionary()          # owner: when it was last asked for, by the count of calls
         self.calls = self.hits = 0
-        self.in_passing = False
+        self.of_experts = False
 
     @contextmanager
-    def passing(self):
-        """Around what is used for some tokens only."""
-        self.in_passing = True
+    def experts(self):
+        """Around the use of routed experts."""
+        self.of_experts = True
         try:
             yield
         finally:
-            self.in_passing = False
+            self.of_experts = False
 
     def size(self) -> int:
         return sum(entry.size for entry in self.entries.values())
@@ -497,16 +497,16 @@ class WeightCache:
         if not self._make_room(size, before):
             return None
         value = make()
-        self.entries[owner] = Kept(value, size, self.in_passing, stamp)
+        self.entries[owner] = Kept(value, size, self.of_experts, stamp)
         return value
 
     def _make_room(self, size: int, before: int) -> bool:
         """Puts out what must go for `size` bytes, the oldest first; False if too little may: nothing goes."""
         held, victims = self.size(), []
         if held + size > self.limit:
-            passing = [(self.asked[owner], owner) for owner, entry in self.entries.items() if entry.passing]
-            for asked, owner in sorted(passing, key=lambda pair: pair[0]):
-                if held + size <= self.limit or self.in_passing and not self.always and asked > before:
+            experts = [(self.asked[owner], owner) for owner, entry in self.entries.items() if entry.of_expert]
+            for asked, owner in sorted(experts, key=lambda pair: pair[0]):
+                if held + size <= self.limit or self.of_experts and not self.always and asked > before:
                     break
                 held -= self.entries[owner].size
                 victims.append(owner)
@@ -633,7 +633,7 @@ def row_is_compiled(a: torch.Tensor) -> bool:
 
 
 def stored_row(a: torch.Tensor, b: torch.Tensor, b_s: torch.Tensor) -> torch.Tensor:
-    """The one row of fp32 a [..., k] times a stored weight [n,k], at the speed of reading it: fp32 [..., n]."""
+    """The one row of fp32 a [..., k] times a stored weight [n,k], in one go: fp32 [..., n]."""
     row = fp4_row if b.dtype == torch.float4_e2m1fn_x2 else fp8_row
     return row(a.flatten(), b.view(torch.uint8), raw_scale(b_s)).view(*a.shape[:-1], -1)
 
@@ -1133,7 +1133,7 @@ def sparse_attn_ref(
 
 
 def named_rows(idxs: torch.Tensor, n: int):
-    """The rows of n that a tile's indices [t,topk] name: rows [u], and what their scores get added [t,1,u]."""
+    """Rows of n that a tile's indices [t,topk] name: rows [u]; and what is added to their scores [t,1,u]."""
     if len(idxs) == 1:      # one query: its rows as they stand, one that is named twice comes twice
         return idxs[0][idxs[0] >= 0], 0.
     # how often a query names a row; -1 counts in a column of its own
@@ -1297,7 +1297,7 @@ def sinkhorn_of_many(comb: torch.Tensor, iters: int, eps: float) -> torch.Tensor
 
 
 def sinkhorn_of_one(comb: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
-    """The same for comb [1,hc,hc] in plain Python: for 16 numbers that takes half the time of torch's calls."""
+    """The same for comb [1,hc,hc] in plain Python, which takes half the time of torch for 16 numbers."""
     rows = comb[0].tolist()
     for _ in range(2 * iters - 1):
         columns = zip(*rows)

@@ -51,7 +51,7 @@ import torch.nn.functional as F
 import torch.distributed as dist
 
 from kernel import (act_quant, fp4_act_quant, fp8_gemm, fp4_gemm, sparse_attn, hc_split_sinkhorn,
-                    hadamard_transform, weight_dequant, plain_linear, wide_linear, grouped_linear, index_score,
+                    hadamard_transform, plain_linear, plain_weight, wide_linear, grouped_linear, index_score,
                     routed_experts, expert_table, ExpertTable, WeightCache, weight_cache)
 
 
@@ -330,7 +330,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, scale: Optional[torch.Tensor] 
     if scale is None:
         return plain_linear(x, weight) if weight.dtype == x.dtype else wide_linear(x, weight)
     if "act" not in mode.round_trips:
-        return F.linear(x, weight_dequant(weight, scale).to(x.dtype))
+        return plain_linear(x, plain_weight(weight, scale, x.dtype))
     x, s = act_quant(x, block_size, mode.scale_fmt, mode.scale_dtype)
     gemm = fp4_gemm if weight.dtype == torch.float4_e2m1fn_x2 else fp8_gemm
     return gemm(x, s, weight, scale, mode.scale_dtype)
@@ -801,7 +801,7 @@ class MoE(nn.Module):
         if self.copies is None:
             return self.experts[i]
         expert = self.experts[i]
-        with self.copies.passing():
+        with self.copies.experts():
             return self.copies.get(expert, expert.size(), partial(copy_to, expert, device))
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
@@ -815,7 +815,7 @@ class MoE(nn.Module):
             picks = {}      # of each expert: which of the [n * topk] choices are of it
             for pick, i in enumerate(indices.flatten().tolist()):
                 picks.setdefault(i, []).append(pick)
-            with weight_cache.passing():
+            with weight_cache.experts():
                 for i in filter(self.is_local, sorted(picks)):
                     chosen = torch.tensor(picks[i], device=x.device)
                     idx = chosen // indices.size(1)
