@@ -1134,14 +1134,15 @@ def sparse_attn_ref(
 
 def named_rows(idxs: torch.Tensor, n: int):
     """Rows of n that a tile's indices [t,topk] name: rows [u]; and what is added to their scores [t,1,u]."""
+    nothing = torch.zeros(1, device=idxs.device)
     if len(idxs) == 1:      # one query: its rows as they stand, one that is named twice comes twice
-        return idxs[0][idxs[0] >= 0], 0.
+        return idxs[0][idxs[0] >= 0], nothing
     # how often a query names a row; -1 counts in a column of its own
     count = torch.zeros(len(idxs), 1 + n, device=idxs.device)           # [t,1+n]
     count.scatter_add_(1, idxs.long() + 1, count.new_ones(idxs.shape))
     rows = count[:, 1:].any(dim=0).nonzero()[:, 0]                      # [u]
     if len(rows) == 0:
-        return rows, 0.
+        return rows, nothing
     more = -len(rows) % SHAPE_STEP      # copies of a row, attended by none
     # the logarithm is -inf for never, 0 for once, and serves repeated indices
     seen = F.pad(count[:, rows + 1].log_(), (0, more), value=-torch.inf)
@@ -1154,7 +1155,7 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, attn_sink: torch.Tensor, idxs: to
     if len(rows) == 0:
         return torch.zeros_like(q)
     kv = kv[rows]                                                       # [u,d]
-    s = wide_matmul(q, kv.T).mul_(scale).add_(seen)                     # [t,h,u]
+    s = torch.add(seen, wide_matmul(q, kv.T), alpha=scale)              # [t,h,u]
     s_max = s.amax(dim=-1, keepdim=True).clamp(min=-1e30)               # finite where no row is attended
     p = s.sub_(s_max).exp_()
     total = p.sum(dim=-1, keepdim=True) + torch.exp(attn_sink.unsqueeze(-1) - s_max)
