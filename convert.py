@@ -681,6 +681,7 @@ def _fill(module: torch.nn.Module, leaf: str, dtype: torch.dtype, stored: Stored
           dequantised: bool, device) -> None:
     """Replaces one parameter, and sets its scale, by what is stored; on a GPU widened or dequantised once."""
     import torch
+    from kernel import widened
     mapped = stored.tensor()
     value = source = mapped.contiguous()    # copies only where ranks share columns
     as_stored = torch.device(device or "cpu").type == "cpu"
@@ -689,7 +690,7 @@ def _fill(module: torch.nn.Module, leaf: str, dtype: torch.dtype, stored: Stored
         if not (as_stored and source.is_floating_point()):
             value = source.to(torch.promote_types(source.dtype, dtype))
     elif dequantised and not as_stored:
-        value = dequantise(source, scale.tensor(), dtype)
+        value = widened(source, scale.tensor(), dtype)
     else:
         if stored.dtype == "I8":
             value = source.view(torch.float4_e2m1fn_x2)
@@ -699,16 +700,6 @@ def _fill(module: torch.nn.Module, leaf: str, dtype: torch.dtype, stored: Stored
     if value.data_ptr() != mapped.data_ptr():
         stored.file.forget()    # copied, so its pages need not stay
     setattr(module, leaf, torch.nn.Parameter(value, requires_grad=False))
-
-
-def dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """FP8 [out, in] times its scale per 128 x 128, in fp32, as dtype; by rows of blocks, to save memory."""
-    from kernel import weight_dequant
-    out = weight.new_empty(weight.shape, dtype=dtype)
-    for i in range(scale.size(0)):
-        rows = slice(i * BLOCK, (i + 1) * BLOCK)
-        out[rows] = weight_dequant(weight[rows], scale[i:i + 1])
-    return out
 
 
 # ---- Conversion ------------------------------------------------------------------------------------------
@@ -774,12 +765,13 @@ def converted_tensors(part: Tensors,
                       expert_dtype: str | None) -> Iterator[tuple[str, torch.Tensor, MappedFile]]:
     """Makes them one at a time, in the order of the source files: name, tensor, the file it is from."""
     import torch
+    from kernel import widened
     for name in sorted(part, key=lambda name: (part[name].file.path, part[name].offset)):
         how, stored = recipe(part, name, expert_dtype), part[name]
         if how == "copy":
             yield name, stored.tensor(), stored.file
         elif how == "dequantise" and name == weight_of(name):
-            weight = dequantise(stored.tensor(), part[scale_of(name)].tensor(), torch.bfloat16)
+            weight = widened(stored.tensor(), part[scale_of(name)].tensor(), torch.bfloat16)
             yield name, weight, stored.file
         elif how == "cast" and name == weight_of(name):
             packed = stored.tensor().view(torch.int8)

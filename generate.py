@@ -886,7 +886,10 @@ def cache_use(model) -> str:
     import kernel
     copies = model.layers[0].ffn.copies if hasattr(model, "layers") else None
     cache = copies or kernel.weight_cache
-    return f" · weights {cache}" if cache.limit else ""
+    if not cache.limit:
+        return ""
+    found = 100 * cache.hits / max(cache.calls, 1)
+    return f" · weights kept {readable(cache.size())} of {readable(cache.limit)}, {found:.0f}% found there"
 
 
 class Session:
@@ -1029,6 +1032,9 @@ def default_context(config: dict) -> int:
 
 def cache_of(cache_gb: Optional[float], device_gb: Optional[float], device: Optional[str]) -> float:
     """GB of plain weights that are kept; ValueError for a limit on nothing. device None: there is no GPU."""
+    for name, value in (("cache_gb", cache_gb), ("device_gb", device_gb)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}: give a number of GB, 0 or more")
     on_gpu = device is not None and not str(device).startswith("cpu")
     if device_gb is not None and device is None:
         raise ValueError("--device-gb limits the copies of experts on a GPU, and there is no GPU: leave it "
@@ -1078,7 +1084,7 @@ def load_model(ckpt_path: str, config: Optional[str] = None, device: Optional[st
     if device_gb is not None:
         model.copy_experts(round(device_gb * 1e9))
     model.reset_caches(device)
-    kernel.weight_cache.limit = round(cache_gb * 1e9)
+    kernel.weight_cache.resize(round(cache_gb * 1e9))
     tokenizer = load_tokenizer(ckpt_path)
     if tokenizer is None:
         warnings.warn(f"{ckpt_path} has no tokenizer.json: token ids go in and come out, text does not")
@@ -1634,7 +1640,7 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of activations")
     gigabytes = number(float, (0, 1e6), "number of GB")
     parser.add_argument("--cache-gb", type=gigabytes, metavar="G",
-                        help=f"CPU: keep up to G GB of dequantised weights (default: {CACHE_GB:g})")
+                        help=f"CPU: each process keeps up to G GB of dequantised weights (default: {CACHE_GB:g})")
     parser.add_argument("--device-gb", type=gigabytes, metavar="G",
                         help="GPU: keep experts in host memory, and up to G GB of copies on the GPU")
     parser.add_argument("--hide-thinking", action="store_true")

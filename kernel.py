@@ -13,6 +13,7 @@ It is a drop-in: the vendor's unchanged model.py runs over this file. Deliberate
   x_ref a row that is not finite spoils all queries of its tile, in the vendor's only those that name it.
 - A NaN makes its whole quantisation block NaN, so that it cannot vanish in a maximum; beside an infinity the
   rest of its block becomes 0, where the vendor's scale is infinite and the block NaN.
+- x_ref of hc_split_sinkhorn computes a single token in double: in plain Python, for speed.
 - hadamard_transform stands here; the vendor imports fast_hadamard_transform.
 - weight_dequant is added: the stored weight as plain numbers; wide_linear multiplies with a weight that stays
   as stored, and weight_cache keeps plain numbers where there is memory for that.
@@ -56,7 +57,7 @@ WEIGHT_TILE = 1 << 20               # weights that a GEMM holds dequantised at a
 WIDE_TILE = 1 << 18                 # weights that are widened at a time: 1 MiB of fp32, for the L2 cache
 SCORE_TILE = 1 << 20                # scores that sparse_attn holds at a time
 SCORE_ROWS = 64                     # heads of queries that it takes together at least
-INDEX_TILE = 1 << 22                # index scores before their sum over heads that exist at a time
+INDEX_HEADS_TILE = 1 << 22          # index scores before their sum over heads that exist at a time
 INDEX_ROWS = 1 << 9                 # rows that are scored at a time
 SMALL_M = 64                        # up to so many rows a GEMM takes the tiles for few of them
 SPLIT_BLOCKS = 4                    # blocks of 128 columns that a program multiplies at least
@@ -80,6 +81,8 @@ def choose_backend() -> Optional[str]:
     capability = torch.cuda.get_device_capability() if gpu else (0, 0)
     if wish not in (None, "torch", "triton", "compile"):
         raise ValueError(f"KERNEL_BACKEND is {wish!r}; it can be torch, triton or compile")
+    if wish == "compile" and gpu:
+        raise ValueError("KERNEL_BACKEND=compile is for a machine without a GPU: leave it out")
     if wish == "compile" and not shutil.which(os.environ.get("CXX", "g++")):
         raise ValueError("KERNEL_BACKEND=compile needs a C++ compiler: install g++, or set CXX to yours")
     if wish == "triton" and triton is None:
@@ -384,7 +387,8 @@ def plain_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def wide_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b in fp32, of any float dtype. Of bf16 operands a CPU may multiply the bf16, with sums in fp32.
 
-    That is exact: products of bf16 numbers fit into fp32. With AMX it takes less than half the time."""
+    That is exact: products of bf16 numbers fit into fp32. With AMX it takes less than half the time. The
+    switch is the whole process's: another thread must not multiply fp32 meanwhile."""
     precision = torch.backends.mkldnn.matmul
     saved = precision.fp32_precision
     if a.dtype == b.dtype == torch.bfloat16 and a.numel() > 16 * a.size(-1):      # for few rows it is slower
@@ -423,7 +427,7 @@ def decode(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
     dtype: fp32, or bf16 if near_one(scale). A look-up of two bytes at once takes on a CPU a fraction of the
     time of torch's own conversion of e4m3; bf16 holds every number of both formats."""
-    if x.data_ptr() % 2:
+    if x.data_ptr() % 2 or x.storage_offset() % 2:
         x = x.clone()       # a mapped file may have bytes at any address, but not two at once
     index = x.view(torch.uint16).int()
     words = number_words(x.dtype, x.device).index_select(0, index.flatten())    # much slower from rows
@@ -437,6 +441,7 @@ def weight_dequant(weight: torch.Tensor, scale: torch.Tensor, dtype=torch.float3
 
     dtype: fp32, or bf16 if near_one(scale), which then loses nothing."""
     if weight.dtype == torch.float4_e2m1fn_x2:
+        assert columns(weight) % FP4_BLOCK == 0, f"{columns(weight)} columns are no multiple of {FP4_BLOCK}"
         return decode(weight, scale, dtype)
     n, k = weight.shape
     row_scale = scale.repeat_interleave(WEIGHT_BLOCK, dim=0)[:n]        # [n,k/128]
@@ -469,8 +474,8 @@ class WeightCache:
 
     Dense weights are used in turn for every token: were the oldest put out, a pass over more than fits would
     find nothing. So one stays once it is kept, and one that finds no room is not kept. Experts, asked for
-    within experts(), make room for dense weights, the least recently used first; and for another expert, if
-    that one's last use is the more recent one. always: for any other expert."""
+    within experts(), make room for dense weights, the least recently used first. An expert takes the place
+    of others only if their last use was before its own previous one; with `always`, of any others."""
 
     def __init__(self, limit: int = 0, always: bool = False):
         self.limit, self.always = limit, always
@@ -478,6 +483,12 @@ class WeightCache:
         self.asked = WeakIdKeyDictionary()          # owner: when it was last asked for, by the count of calls
         self.calls = self.hits = 0
         self.of_experts = False
+
+    def resize(self, limit: int):
+        """Another limit; what is kept goes, where it would be more."""
+        self.limit = limit
+        if self.size() > limit:
+            self.entries.clear()
 
     @contextmanager
     def experts(self):
@@ -528,10 +539,6 @@ class WeightCache:
             del self.entries[owner]
         return True
 
-    def __str__(self) -> str:
-        return (f"{self.size() / 1e9:.1f} of {self.limit / 1e9:.1f} GB kept, "
-                f"{100 * self.hits / max(self.calls, 1):.0f}% found")
-
 
 # Plain numbers of stored weights. Nothing is kept unless the program says how much (generate.load_model).
 weight_cache = WeightCache()
@@ -571,7 +578,7 @@ def kept_weight(weight: torch.Tensor, scale: Optional[torch.Tensor],
     if weight.dtype == dtype:
         return weight
     size = weight.size(0) * columns(weight) * dtype.itemsize
-    stamp = stamp_of(weight, scale) if weight_cache.limit else None
+    stamp = (dtype, stamp_of(weight, scale)) if weight_cache.limit else None
     return weight_cache.get(weight, size, lambda: widened(weight, scale, dtype), stamp)
 
 
@@ -589,7 +596,7 @@ def columns(weight: torch.Tensor) -> int:
 
 
 def stamp_of(*tensors: Optional[torch.Tensor]) -> tuple:
-    """What changes when somebody writes into the tensors (but for writes through .data)."""
+    """What changes when somebody writes into the tensors; not through .data, nor into inference tensors."""
     return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors if t is not None)
 
 
@@ -1147,19 +1154,19 @@ def sparse_attn_ref(
 
 def named_rows(idxs: torch.Tensor, n: int):
     """Rows of n that a tile's indices [t,topk] name: rows [u]; and what is added to their scores [t,1,u]."""
-    nothing = torch.zeros(1, device=idxs.device)
     if len(idxs) == 1:      # one query: its rows as they stand, one that is named twice comes twice
-        return idxs[0][idxs[0] >= 0], nothing
-    # how often a query names a row; -1 counts in a column of its own
-    count = torch.zeros(len(idxs), 1 + n, device=idxs.device)           # [t,1+n]
-    count.scatter_add_(1, idxs.long() + 1, count.new_ones(idxs.shape))
-    rows = count[:, 1:].any(dim=0).nonzero()[:, 0]                      # [u]
-    if len(rows) == 0:
-        return rows, nothing
-    more = round_up(len(rows)) - len(rows)      # copies of a row, attended by none
-    # the logarithm is -inf for never, 0 for once, and serves repeated indices
-    seen = F.pad(count[:, rows + 1].log_(), (0, more), value=-torch.inf)
-    return F.pad(rows, (0, more), value=int(rows[0])), seen.unsqueeze(1)
+        rows = idxs[0][idxs[0] >= 0]                                    # [u]
+        seen = torch.zeros(1, len(rows), device=idxs.device)            # [t,u]
+    else:       # how often a query names a row; -1 counts in a column of its own
+        count = torch.zeros(len(idxs), 1 + n, device=idxs.device)       # [t,1+n]
+        count.scatter_add_(1, idxs.long() + 1, count.new_ones(idxs.shape))
+        rows = count[:, 1:].any(dim=0).nonzero()[:, 0]                  # [u]
+        # the logarithm is -inf for never, 0 for once, and serves repeated indices
+        seen = count[:, rows + 1].log_()                                # [t,u]
+    if len(rows):
+        more = round_up(len(rows)) - len(rows)      # copies of a row, attended by none
+        rows, seen = F.pad(rows, (0, more), value=int(rows[0])), F.pad(seen, (0, more), value=-torch.inf)
+    return rows, seen.unsqueeze(1)
 
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, attn_sink: torch.Tensor, idxs: torch.Tensor, scale: float):
@@ -1220,7 +1227,7 @@ def index_score_ref(
 ) -> torch.Tensor:
     (b, m, h, _), rows = q.shape, k.size(1)
     scores = q.new_empty(b, m, rows)
-    tile = max(INDEX_TILE // (b * h * INDEX_ROWS), 1)
+    tile = max(INDEX_HEADS_TILE // (b * h * INDEX_ROWS), 1)
     for i in range(0, rows, INDEX_ROWS):
         block = k[:, i:i + INDEX_ROWS]
         n = block.size(1)
@@ -1294,7 +1301,7 @@ def hc_split_sinkhorn_ref(
     post = 2 * torch.sigmoid(mixes[..., hc:2 * hc] * hc_scale[1] + hc_base[hc:2 * hc])
     comb = mixes[..., 2 * hc:] * hc_scale[2] + hc_base[2 * hc:]         # [b,s,hc*hc]
     comb = comb.unflatten(-1, (hc, hc)).softmax(dim=-1) + eps           # [b,s,hc,hc]
-    sinkhorn = sinkhorn_of_one if b * s == 1 else sinkhorn_of_many
+    sinkhorn = sinkhorn_of_one if b * s == 1 and eps > 0 else sinkhorn_of_many
     return pre, post, sinkhorn(comb.view(b * s, hc, hc), sinkhorn_iters, eps).view(b, s, hc, hc)
 
 

@@ -52,7 +52,7 @@ import torch.distributed as dist
 
 from kernel import (act_quant, fp4_act_quant, fp8_gemm, fp4_gemm, sparse_attn, hc_split_sinkhorn,
                     hadamard_transform, plain_linear, plain_weight, wide_linear, grouped_linear, index_score,
-                    routed_experts, expert_table, ExpertTable, WeightCache, weight_cache)
+                    routed_experts, expert_table, stamp_of, ExpertTable, WeightCache, weight_cache)
 
 
 world_size = 1
@@ -326,7 +326,7 @@ class ParallelEmbedding(nn.Module):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: Optional[torch.Tensor] = None) -> torch.Tensor:
     """x @ weight^T. A quantised weight has a scale, and then x is rounded to FP8 first (round trip "act").
-    Any other weight may be stored in a narrower dtype than x's."""
+    Any other weight may be stored in a narrower dtype than x's; the product is in fp32 then."""
     if scale is None:
         return plain_linear(x, weight) if weight.dtype == x.dtype else wide_linear(x, weight)
     if "act" not in mode.round_trips:
@@ -352,6 +352,11 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.scale)
+
+
+def wide(x: torch.Tensor, layer: Linear) -> torch.Tensor:
+    """A layer whose product is in fp32, whatever the activations are; a quantised weight has its scale."""
+    return wide_linear(x, layer.weight) if layer.scale is None else layer(x.float())
 
 
 class ColumnParallelLinear(Linear):
@@ -497,9 +502,9 @@ class Compressor(nn.Module):
         if start_pos == 0:
             self.kv_state[:bsz] = 0
             self.score_state[:bsz] = -torch.inf     # the first row has no group before it: weight exp(-inf)
-        kv = wide_linear(x, self.wkv.weight)                                        # [b,s,coff*d]
+        kv = wide(x, self.wkv)                                                      # [b,s,coff*d]
         slots = torch.arange(start_pos, start_pos + seqlen, device=x.device) % ratio
-        score = wide_linear(x, self.wgate.weight) + self.ape[slots]                 # [b,s,coff*d]
+        score = wide(x, self.wgate) + self.ape[slots]                               # [b,s,coff*d]
 
         waiting = self.overlap * ratio + start_pos % ratio      # rows of the state that are in use
         n_rows = (start_pos % ratio + seqlen) // ratio
@@ -802,7 +807,8 @@ class MoE(nn.Module):
             return self.experts[i]
         expert = self.experts[i]
         with self.copies.experts():
-            return self.copies.get(expert, expert.size(), partial(copy_to, expert, device))
+            return self.copies.get(expert, expert.size(), partial(copy_to, expert, device),
+                                   stamp_of(*expert.parameters()))
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         shape = x.size()
@@ -812,13 +818,13 @@ class MoE(nn.Module):
             y = routed_experts(x, weights, indices, self.table, mode.scale_fmt)     # fp32 [n,dim]
         else:
             y = torch.zeros_like(x, dtype=torch.float32)
-            picks = {}      # of each expert: which of the [n * topk] choices are of it
+            picks = {}      # of each expert: its tokens, and for each of them which of the [n * topk] choices
             for pick, i in enumerate(indices.flatten().tolist()):
-                picks.setdefault(i, []).append(pick)
+                picks.setdefault(i, {})[pick // indices.size(1)] = pick     # named twice it counts once
             with weight_cache.experts():
                 for i in filter(self.is_local, sorted(picks)):
-                    chosen = torch.tensor(picks[i], device=x.device)
-                    idx = chosen // indices.size(1)
+                    idx = torch.tensor(list(picks[i]), device=x.device)
+                    chosen = torch.tensor(list(picks[i].values()), device=x.device)
                     y_i = self.expert(i, x.device)(x[idx], weights.view(-1, 1)[chosen])
                     y.index_add_(0, idx, y_i.float())
         if world_size > 1:
@@ -884,7 +890,7 @@ def hc_mixes(x: torch.Tensor, hc_fn: torch.Tensor, eps: float) -> torch.Tensor:
     """hc_fn @ (all streams of a token, RMS-normalised without weight): fp32 [b,s,hc,d] -> [b,s,mix]."""
     x = x.flatten(2)                                                                # [b,s,hc*d]
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
-    return F.linear(x, hc_fn) * torch.rsqrt(mean_square + eps)
+    return F.linear(x, hc_fn.float()) * torch.rsqrt(mean_square + eps)
 
 
 class ParallelHead(nn.Module):

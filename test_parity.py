@@ -1204,7 +1204,7 @@ def test_yarn_table():
 def test_prefill(monkeypatch, kind, tile):
     """Also where the indexer scores one query at a time, as it does when rows are many."""
     monkeypatch.setattr(model, "INDEX_TILE", tile)
-    monkeypatch.setattr(kernel, "INDEX_TILE", tile)
+    monkeypatch.setattr(kernel, "INDEX_HEADS_TILE", tile)
     engine, tokens, theirs = load(fixture(kind)), random_tokens(), reference_logits(kind)
     error = max(relative_error(engine(tokens[:, :n])[0], theirs[n - 1]) for n in LENGTHS)
     stage = f"prefill of 1 to 600 tokens, {kind} weights{'' if tile > 1 else ', the indexer in tiles of 1'}"
@@ -2339,7 +2339,7 @@ def test_wo_a_of_ragged_blocks():
     weight = torch.randint(0, 0x7F, (200, 150), dtype=torch.uint8).view(torch.float8_e4m3fn)
     scale = torch.tensor([[.5, 2.], [3., 1e-3]])
     grid = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :150]
-    assert same(convert.dequantise(weight, scale, torch.bfloat16), (weight.float() * grid).bfloat16())
+    assert same(kernel.widened(weight, scale, torch.bfloat16), (weight.float() * grid).bfloat16())
 
 
 @pytest.mark.parametrize("change, words", [
@@ -2512,7 +2512,7 @@ def widen(engine, folder):
         module = engine.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         if name.endswith("wo_a.weight") and stored.dtype == "F8_E4M3":
-            weight = convert.dequantise(places[name].data, module.scale.data, engine.mode.dtype)
+            weight = kernel.widened(places[name].data, module.scale.data, engine.mode.dtype)
             module.weight, module.scale = torch.nn.Parameter(weight, requires_grad=False), None
         elif stored.dtype == "BF16" and leaf == "weight":
             fp32 = ("norm.weight", "gate.weight", "compressor.wkv.weight", "head.weight")
@@ -2593,6 +2593,74 @@ def sweep(cache, owners, experts=False) -> int:
             cache.get(owner, 10, lambda: bytes(10))
         assert cache.size() <= cache.limit
     return cache.hits - hits
+
+
+def rewritten(folder, change) -> str:
+    """The fp8 fixture with its tensors changed, in the folder."""
+    tensors = load_file(os.path.join(fixture("fp8"), "model.safetensors"))
+    change(tensors)
+    save_file(tensors, os.path.join(folder, "model.safetensors"))
+    Path(folder, "config.json").write_text(json.dumps(SMALL | QUANTISED))
+    return str(folder)
+
+
+def quantise_compressors(tensors: dict):
+    rng = generator(0)
+    for name in [name for name in tensors if name.endswith(("compressor.wkv.weight", "compressor.wgate.weight"))]:
+        blocks = [-(-size // 128) for size in tensors[name].shape]
+        tensors[name] = (64 * tensors[name].float()).to(torch.float8_e4m3fn)
+        codes = torch.randint(119, 123, blocks, generator=rng).to(torch.uint8)
+        tensors[convert.scale_of(name)] = codes.view(torch.float8_e8m0fnu)
+
+
+def name_experts_twice(tensors: dict):
+    for name in tensors:
+        if name.endswith("tid2eid"):
+            tensors[name][:, 1] = tensors[name][:, 0]
+
+
+def store_streams_in_bf16(tensors: dict):
+    for name in tensors:
+        if re.search("hc_[a-z]+_fn$", name):
+            tensors[name] = tensors[name].bfloat16()
+
+
+@pytest.mark.parametrize("change", [quantise_compressors, name_experts_twice, store_streams_in_bf16])
+def test_what_no_published_checkpoint_has_but_loading_takes(tmp_path, change):
+    """Oracle: the NumPy reference. Of a token that names an expert twice it counts once."""
+    folder, tokens = rewritten(tmp_path, change), random_tokens(40)
+    engine = load(folder, n_mtp_layers=0)
+    expected = Reference(folder).forward(tokens[0].numpy())
+    assert relative_error(engine(tokens)[0], expected[-1]) < EXACT
+    assert relative_error(engine(tokens[:, :1])[0], expected[0]) < EXACT
+
+
+def test_a_kept_weight_is_of_the_dtype_that_is_asked_for(monkeypatch):
+    """F32 scales: of bf16 and fp32 each has other numbers."""
+    monkeypatch.setattr(kernel, "weight_cache", kernel.WeightCache(1 << 20))
+    weight, scale = random_weight(False, 128, 256, "cpu", generator(0))
+    scale = scale.float() * 1.1
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        for _ in range(2):
+            kept = kernel.plain_weight(weight, scale, dtype)
+            assert kept.dtype == dtype and torch.equal(kept, kernel.widened(weight, scale, dtype))
+    assert kernel.weight_cache.hits == 3
+
+
+def test_a_lower_limit_frees():
+    cache, owners = kernel.WeightCache(40), [Owner() for _ in range(4)]
+    sweep(cache, owners)
+    cache.resize(50)
+    assert cache.size() == 40
+    cache.resize(0)
+    assert cache.size() == 0 and cache.get(owners[0], 10, lambda: bytes(10)) is None
+
+
+@pytest.mark.parametrize("flag", ["cache_gb", "device_gb"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1])
+def test_limits_that_are_refused(flag, value):
+    with pytest.raises(ValueError, match=f"{flag} is .*: give a number of GB"):
+        generate.load_model("tiny", device="cpu", **{flag: value})
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -6035,7 +6103,12 @@ def test_backend_that_is_refused(monkeypatch):
         kernel.choose_backend()
     monkeypatch.setenv("KERNEL_BACKEND", "compile")
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs a C.. compiler"):
+        kernel.choose_backend()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    with pytest.raises(ValueError, match="without a GPU"):
         kernel.choose_backend()
     monkeypatch.setenv("KERNEL_BACKEND", "triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -6445,7 +6518,7 @@ def bench_expert(n: int = 2048, k: int = 4096, rounds: int = 3):
 def bench_model(config: dict, kind: str, rounds: int):
     """A random checkpoint, in ours with all round trips, the two engines in turn; medians."""
     import transformers
-    kernel.weight_cache.limit = round(1e9 * generate.CACHE_GB)      # as a chat has it
+    kernel.weight_cache.resize(round(1e9 * generate.CACHE_GB))      # as a chat has it
     folder = write_checkpoint(os.path.join(work_folder(), f"bench-{kind}"), config)
     ours = load(folder, torch.bfloat16, model.ROUND_TRIPS)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -8145,7 +8218,7 @@ def test_indexer_over_32768_rows(monkeypatch, tile):
     """Five queries at the end of 131,072 tokens, 64 heads x 128, top 511, against float64. All numbers are
     small whole ones, so scores are exact; each key is there twice, so the choice ends within a tie."""
     monkeypatch.setattr(model, "INDEX_TILE", tile)
-    monkeypatch.setattr(kernel, "INDEX_TILE", 1 << 22)
+    monkeypatch.setattr(kernel, "INDEX_HEADS_TILE", 1 << 22)
     rows, m, rng = 32768, 5, generator(0)
     config = SMALL | {"index_n_heads": 64, "index_topk": 511}
     indexer = model.Indexer(model.ModelArgs.from_config(config))
