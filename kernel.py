@@ -55,9 +55,9 @@ FP4_BLOCK = 32                      # an FP4 weight has one scale per row and 32
 WEIGHT_TILE = 1 << 20               # weights that a GEMM holds dequantised at a time: 2 MiB of bf16
 WIDE_TILE = 1 << 18                 # weights that are widened at a time: 1 MiB of fp32, for the L2 cache
 SCORE_TILE = 1 << 20                # scores that sparse_attn holds at a time
-INDEX_TILE = 1 << 24                # index scores before their sum over heads that exist at a time
-INDEX_ROWS = 1 << 11                # rows that are scored at a time
-SHAPE_STEP = 128                    # sizes that a prompt decides are rounded up to multiples: see wide_matmul
+SCORE_ROWS = 64                     # heads of queries that it takes together at least
+INDEX_TILE = 1 << 22                # index scores before their sum over heads that exist at a time
+INDEX_ROWS = 1 << 9                 # rows that are scored at a time
 SMALL_M = 64                        # up to so many rows a GEMM takes the tiles for few of them
 SPLIT_BLOCKS = 4                    # blocks of 128 columns that a program multiplies at least
 SPLIT_KEYS = 64                     # rows that a program attends at least
@@ -361,18 +361,30 @@ def fp4_act_quant_ref(x: torch.Tensor, block_size: int = 32, inplace: bool = Fal
 # Products of plain numbers
 # ==========================================================================================================
 
+def round_up(n: int) -> int:
+    """n or a little more: of each power of two, four sizes. For each new shape of a bf16 product oneDNN
+    compiles code, which takes some ms and 1 MB, so that a size which a prompt decides must not be any size."""
+    step = 1 << max(n.bit_length() - 3, 0)
+    return -(-n // step) * step
+
+
 def plain_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x @ w^T, both of one float dtype; sums in fp32."""
-    if x.device.type == "cpu" and x.numel() == x.size(-1):      # one row: matmul's bf16 takes twice as long
-        return torch.mv(w, x.flatten()).view(*x.shape[:-1], -1)
-    return F.linear(x, w)
+    if x.device.type != "cpu":
+        return F.linear(x, w)
+    rows = x.reshape(-1, x.size(-1))
+    n = len(rows)
+    if n == 1:      # F.linear in bf16 takes up to twice as long
+        y = torch.mv(w, rows[0])
+    else:
+        y = F.linear(F.pad(rows, (0, 0, 0, round_up(n) - n)), w)[:n]
+    return y.view(*x.shape[:-1], -1)
 
 
 def wide_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b in fp32, of any float dtype. Of bf16 operands a CPU may multiply the bf16, with sums in fp32.
 
-    That is exact: products of bf16 numbers fit into fp32. With AMX it takes less than half the time. oneDNN
-    compiles code for each new shape (1 ms) and keeps it, so callers let few different ones come."""
+    That is exact: products of bf16 numbers fit into fp32. With AMX it takes less than half the time."""
     precision = torch.backends.mkldnn.matmul
     saved = precision.fp32_precision
     if a.dtype == b.dtype == torch.bfloat16 and a.numel() > 16 * a.size(-1):      # for few rows it is slower
@@ -1123,8 +1135,9 @@ def sparse_attn_ref(
     o = torch.zeros_like(q)
     if 0 in (b, m, h, n, topk):
         return o
-    # A tile of t queries scores the union of their rows: at most n, and at most t * topk of them.
-    t = max(SCORE_TILE // (h * n), int((SCORE_TILE / (h * max(topk, 1))) ** 0.5), 1)
+    # A tile of t queries scores the union of their rows. That pays where they share most of them, so where n
+    # is small. A power of two: see round_up.
+    t = max(SCORE_TILE // (h * n), SCORE_ROWS // h, 1)
     t = 1 << (t.bit_length() - 1)
     for i in range(b):
         for j in range(0, m, t):
@@ -1134,15 +1147,16 @@ def sparse_attn_ref(
 
 def named_rows(idxs: torch.Tensor, n: int):
     """Rows of n that a tile's indices [t,topk] name: rows [u]; and what is added to their scores [t,1,u]."""
+    nothing = torch.zeros(1, device=idxs.device)
     if len(idxs) == 1:      # one query: its rows as they stand, one that is named twice comes twice
-        return idxs[0][idxs[0] >= 0], 0.
+        return idxs[0][idxs[0] >= 0], nothing
     # how often a query names a row; -1 counts in a column of its own
     count = torch.zeros(len(idxs), 1 + n, device=idxs.device)           # [t,1+n]
     count.scatter_add_(1, idxs.long() + 1, count.new_ones(idxs.shape))
     rows = count[:, 1:].any(dim=0).nonzero()[:, 0]                      # [u]
     if len(rows) == 0:
-        return rows, 0.
-    more = -len(rows) % SHAPE_STEP      # copies of a row, attended by none
+        return rows, nothing
+    more = round_up(len(rows)) - len(rows)      # copies of a row, attended by none
     # the logarithm is -inf for never, 0 for once, and serves repeated indices
     seen = F.pad(count[:, rows + 1].log_(), (0, more), value=-torch.inf)
     return F.pad(rows, (0, more), value=int(rows[0])), seen.unsqueeze(1)
@@ -1154,7 +1168,7 @@ def _attend(q: torch.Tensor, kv: torch.Tensor, attn_sink: torch.Tensor, idxs: to
     if len(rows) == 0:
         return torch.zeros_like(q)
     kv = kv[rows]                                                       # [u,d]
-    s = wide_matmul(q, kv.T).mul_(scale).add_(seen)                     # [t,h,u]
+    s = torch.add(seen, wide_matmul(q, kv.T), alpha=scale)              # [t,h,u]
     s_max = s.amax(dim=-1, keepdim=True).clamp(min=-1e30)               # finite where no row is attended
     p = s.sub_(s_max).exp_()
     total = p.sum(dim=-1, keepdim=True) + torch.exp(attn_sink.unsqueeze(-1) - s_max)
@@ -1210,12 +1224,12 @@ def index_score_ref(
     for i in range(0, rows, INDEX_ROWS):
         block = k[:, i:i + INDEX_ROWS]
         n = block.size(1)
-        block = F.pad(block, (0, 0, 0, -n % SHAPE_STEP)).transpose(1, 2)                # [b,d,n]
+        block = F.pad(block, (0, 0, 0, round_up(n) - n)).transpose(1, 2)                # [b,d,n]
         seen = torch.arange(i, i + n, device=q.device) < visible                        # [m,n]
         for j in range(0, m, tile):
             here = slice(j, j + tile)
             score = torch.matmul(q[:, here].flatten(1, 2), block)[..., :n].unflatten(1, (-1, h))
-            score = (score.relu_() * weights[:, here].unsqueeze(-1)).sum(dim=2)         # [b,tile,n]
+            score = torch.matmul(weights[:, here].unsqueeze(2), score.relu_()).squeeze(2)       # [b,tile,n]
             scores[:, here, i:i + n] = score.masked_fill_(~seen[here], -torch.inf)
     return scores
 

@@ -68,7 +68,7 @@ ROUND_TRIPS = (
     "act",         # FP8 rounding of the input of every linear whose weight is stored as FP8 or FP4
 )
 
-INDEX_TILE = 1 << 24    # index scores that exist at a time
+INDEX_TILE = 1 << 22    # index scores that exist at a time
 
 
 class Mode(NamedTuple):
