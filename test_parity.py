@@ -7174,11 +7174,15 @@ def run_lab(args: argparse.Namespace) -> int:
                                      "verdict": report.verdict, "blind": report.blind} | report.data)))
         else:
             print_report(report)
+        sys.stdout.flush()      # so that a reader who has gone is noticed here
         if args.svg:
             write_svg(report, args.svg)
     except KeyboardInterrupt:
         print(f"\n{args.command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:     # whoever read the report has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:
         print(f"{args.command}: {generate.describe(error)}", file=sys.stderr)
         return 2
