@@ -717,7 +717,7 @@ def cast_e2m1fn_to_e4m3fn(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.T
     assert x.dtype == torch.int8 and rows % BLOCK == 0 and cols % BLOCK == 0
     assert scale.shape == (rows, cols // FP4_BLOCK)
     blocks = (rows // BLOCK, BLOCK, cols // BLOCK, BLOCK // FP4_BLOCK)
-    values = e2m1_pairs(x.device)[x.view(torch.uint8).int()]                    # [out,in/2,2]
+    values = e2m1_pairs(x.device)[x.view(torch.uint8).int()] + 0                # [out,in/2,2]; -0 becomes 0
     values = values.view(*blocks, FP4_BLOCK)                                    # [out/128,128,in/128,4,32]
     scale = scale.float().view(*blocks, 1)                                      # [out/128,128,in/128,4,1]
     block_scale = scale.amax(dim=(1, 3), keepdim=True) / 2**6                   # [out/128,1,in/128,1,1]

@@ -1640,7 +1640,8 @@ def parse_args(argv: Optional[List[str]] = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of activations")
     gigabytes = number(float, (0, 1e6), "number of GB")
     parser.add_argument("--cache-gb", type=gigabytes, metavar="G",
-                        help=f"CPU: each process keeps up to G GB of dequantised weights (default: {CACHE_GB:g})")
+                        help="CPU: each process keeps up to G GB of dequantised weights (default: "
+                        f"{CACHE_GB:g})")
     parser.add_argument("--device-gb", type=gigabytes, metavar="G",
                         help="GPU: keep experts in host memory, and up to G GB of copies on the GPU")
     parser.add_argument("--hide-thinking", action="store_true")

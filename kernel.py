@@ -366,7 +366,7 @@ def fp4_act_quant_ref(x: torch.Tensor, block_size: int = 32, inplace: bool = Fal
 
 def round_up(n: int) -> int:
     """n or a little more: of each power of two, four sizes. For each new shape of a bf16 product oneDNN
-    compiles code, which takes some ms and 1 MB, so that a size which a prompt decides must not be any size."""
+    compiles code, which takes some ms and up to 1 MB: sizes that a prompt decides must be few."""
     step = 1 << max(n.bit_length() - 3, 0)
     return -(-n // step) * step
 

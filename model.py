@@ -29,7 +29,8 @@ Deliberate differences from the vendor:
   a GPU loading widens them, gate.weight too (the vendor's is bf16, converted at each use), and dequantises
   wo_a. tid2eid is int64; only the last position goes through the head; no Linear can have a bias.
 - Experts that do not fit on a GPU can stay in host memory, with a bounded cache of copies on the device.
-- precompute_freqs_cis, get_window_topk_idxs and get_compress_topk_idxs take a device, the second a ring size.
+- precompute_freqs_cis, get_window_topk_idxs and get_compress_topk_idxs take a device; the first a start_pos,
+  the second a ring size, too.
 - Scales are an argument of linear(): deepcopy and load_state_dict(assign=True) lose a weight.scale attribute.
 - Rotary tables hold the positions of a pass; the vendor computes max_seq_len of them at the start.
 - Token ids outside the vocabulary are an error where they come on the CPU; split embeddings and hash layers

@@ -2606,7 +2606,8 @@ def rewritten(folder, change) -> str:
 
 def quantise_compressors(tensors: dict):
     rng = generator(0)
-    for name in [name for name in tensors if name.endswith(("compressor.wkv.weight", "compressor.wgate.weight"))]:
+    ends = "compressor.wkv.weight", "compressor.wgate.weight"
+    for name in [name for name in tensors if name.endswith(ends)]:
         blocks = [-(-size // 128) for size in tensors[name].shape]
         tensors[name] = (64 * tensors[name].float()).to(torch.float8_e4m3fn)
         codes = torch.randint(119, 123, blocks, generator=rng).to(torch.uint8)
@@ -2858,6 +2859,14 @@ def cast(codes, scales):
     scale = torch.full((128, 4), 127, dtype=torch.uint8)
     scale[0, :len(scales)] = torch.tensor(scales, dtype=torch.uint8)
     return convert.cast_e2m1fn_to_e4m3fn(packed, scale.view(torch.float8_e8m0fnu))
+
+
+def test_cast_knows_no_negative_zero():
+    """As in the vendor's table: the code of -0 becomes 0, of either nibble and under any scale."""
+    packed = torch.full((128, 64), -120, dtype=torch.int8)      # 0x88: -0 twice
+    scale = torch.full((128, 4), 130, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    weight, _ = convert.cast_e2m1fn_to_e4m3fn(packed, scale)
+    assert not weight.view(torch.uint8).any()
 
 
 def test_cast_refuses_what_it_would_lose():
