@@ -40,8 +40,8 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 # oneDNN keeps compiled code for the last 1024 shapes of products, up to 1 MB each: too much for long prompts
-for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(cache, "64")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 # a * b + c as one instruction, in every Triton: 3.10 changes the default
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:

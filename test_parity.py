@@ -1500,10 +1500,7 @@ def test_rows_that_were_not_written_are_not_read(kind, mode):
     """Caches are allocated without being filled; here with NaN, which would spoil whatever reads it."""
     engine, tokens, logits = load(fixture(kind), max_chunk=64, **mode), random_tokens(208), []
     for fill in (0, torch.nan):
-        engine.reset_caches("cpu")
-        for attn in attentions(engine):
-            for cache in [attn.kv_cache] + ([attn.indexer.kv_cache] if attn.compress_ratio == 4 else []):
-                cache.fill_(fill)
+        fill_caches(engine, fill)
         logits.append(prompt_and_steps(engine, tokens, 200))
     assert torch.equal(*logits) and logits[0].isfinite().all()
 
@@ -9706,12 +9703,12 @@ def nothing_changed(a: Pass, b: Pass) -> bool:
     return same and a.launches == b.launches
 
 
-def empty_caches(engine):
-    """Allocated anew, and 0 where nothing is written, so that they can be compared whole."""
+def fill_caches(engine, value: float = 0):
+    """Allocated anew, and `value` where nothing is written: with 0 they can be compared whole."""
     engine.reset_caches(engine.embed.weight.device)
     for attn in attentions(engine):
         for cache in [attn.kv_cache] + ([attn.indexer.kv_cache] if attn.compress_ratio == 4 else []):
-            cache.zero_()
+            cache.fill_(value)
 
 
 @contextlib.contextmanager
@@ -9720,7 +9717,7 @@ def switched(arm: Arm, engine):
     with pytest.MonkeyPatch.context() as patch:
         model.get_compress_topk_idxs.cache_clear()      # it would answer with what was visible before
         arm.switch(engine, patch)
-        empty_caches(engine)    # also decides which path the experts take
+        fill_caches(engine)     # also decides which path the experts take
         yield
     model.get_compress_topk_idxs.cache_clear()
 
@@ -9781,7 +9778,7 @@ def compare_arms(load_engine: typing.Callable, question: Question, n: int) -> Re
     """Every arm on an engine of its own, freshly loaded."""
     engine = load_engine()
     answer = greedy_answer(engine, question, n)
-    empty_caches(engine)
+    fill_caches(engine)
     baseline = run_answer(engine, question.ids, answer)
     found, rows = [], []
     for arm in ARMS:
