@@ -39,13 +39,13 @@ import lessons                      # noqa: E402
 from model import precompute_freqs_cis      # noqa: E402
 
 STORED = ("kv", "index", "act", "weights")
-STAGES = [      # name, steps, tokens of a conversation at most, roundings, the indexer's real top-k
-    ("short", 400, 256, (), False),
-    ("long", 450, 512, (), False),
-    ("rows", 350, 640, ("kv",), True),
-    ("stored", 620, 768, STORED, True),
-    ("far", 160, 1664, STORED, True),
-    ("mtp", 100, 512, STORED, True),        # the MTP block alone, on the model as it is then
+STAGES = [      # name, steps, lengths of conversations in tokens, roundings, the indexer's real top-k
+    ("short", 750, (320,), (), False),
+    ("long", 750, (512,), (), False),
+    ("rows", 450, (512, 896), ("kv",), True),
+    ("far", 350, (640, 1664), ("kv", "index"), True),
+    ("stored", 950, (512, 896, 1664), STORED, True),
+    ("mtp", 100, (512,), STORED, True),     # the MTP block alone, on the model as it is then
 ]
 TOKENS = 4096               # a step and process
 KEEP = 50                   # steps between two states on disk
@@ -680,10 +680,10 @@ class Batches:
         self.ready = self.ready[:-1] or self.ready      # the last one is a rest
         self.rng.shuffle(self.ready)
 
-    def next(self, length):
-        """-> ids [b,s], answer [b,s]."""
+    def next(self, lengths):
+        """-> ids [b,s], answer [b,s]: conversations of one of these lengths."""
         if not self.ready:
-            self.draw(length)
+            self.draw(self.rng.choice(lengths))
         rows = self.ready.pop()
         s = -(-max(len(ids) for ids, _ in rows) // 32) * 32
         ids, answer = torch.full((len(rows), s), self.eos), torch.zeros(len(rows), s, dtype=torch.bool)
@@ -804,8 +804,8 @@ class Log:
 
 def kind_of(text):
     text = text.split("</think>")[-1]
-    starts = {"order": r"The \w+ was ", "after": "Right after", "fact": "The ", "untold": "You did not",
-              "unknown": re.escape(lessons.UNKNOWN)}
+    starts = {"order": r"The (first|second|third|fourth) was ", "after": "Right after", "result": "The tool says",
+              "fact": r"The |\w+'s ", "untold": "You did not", "unknown": re.escape(lessons.UNKNOWN)}
     if "DSML" in text:
         return "call"
     return next((kind for kind, start in starts.items() if re.match(start, text)), "talk")
@@ -839,7 +839,7 @@ def train(rank, ranks, folder, config, stages, keep, steps):
     alone = last - stages[-1][1]        # where the MTP block's own training begins
     net = None
     for step in range(first_step, min(steps, last)):
-        name, _, length, rounding, real_topk = stage_of(step, stages)
+        name, _, lengths, rounding, real_topk = stage_of(step, stages)
         new_stage = net is None or net.stage != name
         if new_stage:
             net = Net(config, weights, rounding=rounding, real_topk=real_topk)
@@ -849,7 +849,7 @@ def train(rank, ranks, folder, config, stages, keep, steps):
             batches = Batches(tokenizer, 1_000_003 * (step + 1) + rank)
         lr = learning_rate(step, 0, alone) if step < alone else learning_rate(step, alone, last)
         opts[0].param_groups[0]["lr"], opts[1].param_groups[0]["lr"] = MUON_LR * lr, ADAM_LR * lr
-        ids, answer = batches.next(length)
+        ids, answer = batches.next(lengths)
         losses, right = update(net, opts, trained, ids, answer, generator, step >= alone)
         if rank == 0:
             log.add(ids, answer, losses, right)
