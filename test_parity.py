@@ -5688,10 +5688,26 @@ def test_lessons_are_what_the_parser_reads():
     assert calls > 30
 
 
+def test_lessons_are_not_the_evaluation():
+    """Its statements, filler and unusual requests occur in no lesson; plain ones ("The ... is ...") may."""
+    lessons, rng = training().lessons, random.Random(7)
+    told = [message["content"] for i in range(1500)
+            for message in lessons.conversation(rng, (256, 640)[i % 2])[0] if message["role"] == "user"]
+    sentences = "\n".join(sentence for text in told for sentence in re.split(r"(?<=[.?!])\s+|\n", text))
+
+    def taught(templates):
+        parts = ([re.escape(part) for part in re.split(r"\{\w+\}", template)] for template in templates)
+        return [re.search("^" + r"[\w '.,-]{1,60}".join(part) + "$", sentences, re.M) for part in parts]
+    assert not any(taught(BOX_FILLER + BOX_STRANGE_REQUESTS))
+    assert sum(map(bool, taught(BOX_STATEMENTS))) <= 1
+    assert sum(map(bool, taught(BOX_ANYTHING_ELSE))) <= 2
+
+
 def test_training_goes_on_where_it_stopped(tmp_path):
     """Stopped after a step and started again: the same weights as at one go, and a folder that runs."""
     train = training()
-    stages = [("short", 1, (96,), (), False), ("stored", 1, (96,), train.STORED, True), ("mtp", 1, (96,), (), True)]
+    stages = [("short", 1, (96,), (), False), ("stored", 1, (96,), train.STORED, True),
+              ("mtp", 1, (96,), (), True)]
     train.run(str(tmp_path / "whole"), stages, keep=1)
     train.run(str(tmp_path / "broken"), stages, keep=1, steps=1)
     early = torch.load(tmp_path / "broken" / "state.pt")
