@@ -5706,8 +5706,8 @@ def test_lessons_are_not_the_evaluation():
 def test_training_goes_on_where_it_stopped(tmp_path):
     """Stopped after a step and started again: the same weights as at one go, and a folder that runs."""
     train = training()
-    stages = [("short", 1, (96,), (), False), ("stored", 1, (96,), train.STORED, True),
-              ("mtp", 1, (96,), (), True)]
+    stages = [("short", 1, (96,), 0, (), False), ("stored", 1, (96,), 1, train.STORED, True),
+              ("mtp", 1, (96,), 0, (), True)]
     train.run(str(tmp_path / "whole"), stages, keep=1)
     train.run(str(tmp_path / "broken"), stages, keep=1, steps=1)
     early = torch.load(tmp_path / "broken" / "state.pt")

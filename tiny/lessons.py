@@ -456,6 +456,7 @@ class Tool:
     def __init__(self, name: str, purpose: str, parameters: List[Tuple[str, str]], asks: List[str] = ()):
         self.name, self.purpose, self.parameters, self.asks = name, purpose, parameters, list(asks)
         self.described = self.known_by_purpose = False      # parameters with a text; asked for by its purpose
+        self.plain = False                                  # all of it goes together
 
     def schema(self, rng: random.Random) -> dict:
         """In OpenAI form; descriptions, required and such come and go."""
@@ -660,16 +661,32 @@ def made_up_tool(rng: random.Random) -> Tool:
     return tool
 
 
+def plain_tool(rng: random.Random) -> Tool:
+    """As people make them: the purpose says what the name says, and the parameters are the usual ones."""
+    verb, noun = rng.choice(TOOL_VERBS), rng.choice(TOOL_NOUNS if rng.random() < .6 else NOUNS)
+    kinds = rng.choices(("string", "integer", "number", "boolean"), (5, 2, 1, .3),
+                        k=rng.choice((1, 1, 2, 2, 3)))
+    parameters = {rng.choice(PARAMETERS[kind]): kind for kind in kinds}
+    name = fill("[{do}_{what}|{do}_{what}|{do}_{what}|{what}|{do}_{a}_{what}]", rng, do=verb, what=noun)
+    purpose = fill("[{do} [a|the] {what}|{do} {what}s|{do} one {what}|tool to {do} a {what}]"
+                   "[| by {k}| with a {k}| for a {k}][.|.|]", rng, do=verb, what=noun,
+                   k=next(iter(parameters)))
+    tool = Tool(name, upper_first(purpose), list(parameters.items()))
+    tool.plain = True
+    return tool
+
+
 def known_tool(rng: random.Random) -> Tool:
     name, purpose, parameters, asks = rng.choice(KNOWN_TOOLS)
     return Tool(name, purpose, [tuple(p.split(":")) for p in parameters.split()], asks)
 
 
-def toolbox(rng: random.Random, n: int) -> List[Tool]:
+def toolbox(rng: random.Random, n: int, plain: bool) -> List[Tool]:
     tools: List[Tool] = []
     described = rng.random() < .3
     while len(tools) < n:
-        new = known_tool(rng) if rng.random() < .3 else made_up_tool(rng)
+        known = rng.random() < (.4 if plain else .3)
+        new = known_tool(rng) if known else plain_tool(rng) if plain else made_up_tool(rng)
         if new.name not in [tool.name for tool in tools]:
             new.described = described
             tools.append(new)
@@ -703,7 +720,9 @@ def call_turn(tool: Tool, rng: random.Random) -> Tuple[str, str, dict]:
     values = {key: tool_value(key, kind, rng) for key, kind in tool.parameters}
     spoken = tool.name.replace("_", " ").replace("-", " ")
     in_words = tool.purpose[:1].lower() + tool.purpose[1:].rstrip(".") if tool.known_by_purpose else spoken
-    if " " in in_words and rng.random() < .35:
+    if tool.plain and " " not in in_words:
+        in_words = f"{rng.choice(('get', 'show', 'find', 'check', 'use', 'give'))} {in_words}"
+    if " " in in_words and rng.random() < (.5 if tool.plain else .35):
         return natural_request(tool, in_words, values, rng), thought, values
     form = rng.choice(ARGUMENT_FORMS)
     told = [fill(form, rng, k=key if rng.random() < .7 else key.replace("_", " "), v=as_text(value))
@@ -729,7 +748,10 @@ def natural_request(tool: Tool, in_words: str, values: dict, rng: random.Random)
             form = NATURAL_NUMBER
         if kind == "boolean" or rng.random() < .08:
             form = "with {k} {v}"
-        parts.append(fill(form, rng, k=key.replace("_", " "), v=as_text(values[key])).strip())
+        part = fill(form, rng, k=key.replace("_", " "), v=as_text(values[key])).strip()
+        if tool.plain and parts and part == as_text(values[key]):
+            part = f"with {key} {part}"     # else nothing says where it begins
+        parts.append(part)
     verb, rest = in_words.split(" ", 1)
     article = "" if rest.startswith(("the ", "a ")) else rng.choice(("", "the ", "a ", "my "))
     opening = fill("[|||please |can you |could you |would you |I want to |I need to |now |just |we have to |"
@@ -1095,9 +1117,9 @@ def memory(rng: random.Random, sentences: int, most: int) -> List[dict]:
     return messages
 
 
-def tool_use(rng: random.Random, sentences: int, most: int) -> List[dict]:
+def tool_use(rng: random.Random, sentences: int, most: int, plain: bool) -> List[dict]:
     """Tools, requests, results, at most so many; now and then a question that needs none."""
-    tools = toolbox(rng, min(rng.choice((1, 1, 2, 2, 3, 4)), most))
+    tools = toolbox(rng, min(rng.choice((1, 1, 2, 2, 3, 4)), most), plain)
     messages = [{"role": "system", "content": "", "tools": [tool.schema(rng) for tool in tools]}]
     turns = min(rng.choice((1, 2, 2, 3)), most)
     for turn in range(turns):
@@ -1133,9 +1155,11 @@ SYSTEM = [
 ]
 
 
-def conversation(rng: random.Random, length: int) -> Tuple[List[dict], str]:
-    """-> messages and the thinking mode; about as many tokens as `length`, or fewer."""
-    messages, mode = without_system(rng, length)
+def conversation(rng: random.Random, length: int, plain: float = 0.0) -> Tuple[List[dict], str]:
+    """-> messages and the thinking mode; about as many tokens as `length`, or fewer.
+
+    plain: the share of toolboxes that could be somebody's; in the others nothing goes together."""
+    messages, mode = without_system(rng, length, plain)
     if rng.random() < .1:
         text = fill(rng.choice(SYSTEM), rng)
         if messages[0]["role"] == "system":
@@ -1145,12 +1169,13 @@ def conversation(rng: random.Random, length: int) -> Tuple[List[dict], str]:
     return messages, mode
 
 
-def without_system(rng: random.Random, length: int) -> Tuple[List[dict], str]:
+def without_system(rng: random.Random, length: int, plain: float) -> Tuple[List[dict], str]:
     mode = "thinking" if rng.random() < .35 else "chat"
     kind = rng.random()
     room = max((length - 160) // 17, 1)
     if kind < .46:
         return memory(rng, rng.randrange(room + 1) if rng.random() < .5 else room, max(length // 64, 2)), mode
     if kind < .9:
-        return tool_use(rng, room // 3, max(length // 128, 2)), mode
+        sensible = plain > 0 and rng.random() < plain
+        return tool_use(rng, room // 3, max(length // 128, 2), sensible), mode
     return talk(rng), mode

@@ -39,13 +39,13 @@ import lessons                      # noqa: E402
 from model import precompute_freqs_cis      # noqa: E402
 
 STORED = ("kv", "index", "act", "weights")
-STAGES = [      # name, steps, lengths of conversations in tokens, roundings, the indexer's real top-k
-    ("short", 750, (320,), (), False),
-    ("long", 750, (512,), (), False),
-    ("rows", 450, (512, 896), ("kv",), True),
-    ("far", 350, (640, 1664), ("kv", "index"), True),
-    ("stored", 950, (512, 896, 1664), STORED, True),
-    ("mtp", 100, (512,), STORED, True),     # the MTP block alone, on the model as it is then
+STAGES = [  # name, steps, lengths in tokens, share of plain toolboxes, roundings, the indexer's real top-k
+    ("short", 750, (320,), 0, (), False),
+    ("long", 750, (512,), 0, (), False),
+    ("rows", 450, (512, 896), 0, ("kv",), True),
+    ("far", 350, (640, 1664), .75, ("kv", "index"), True),
+    ("stored", 950, (512, 896, 1664), .75, STORED, True),
+    ("mtp", 100, (512,), .75, STORED, True),    # the MTP block alone, on the model as it is then
 ]
 TOKENS = 4096               # a step and process
 KEEP = 50                   # steps between two states on disk
@@ -653,14 +653,14 @@ def lay_out_slots(W, prefix, width, slots, part):
 class Batches:
     """Conversations of like lengths, drawn on the fly."""
 
-    def __init__(self, tokenizer, seed):
-        self.tokenizer, self.rng, self.ready = tokenizer, random.Random(seed), []
+    def __init__(self, tokenizer, seed, plain=0):
+        self.tokenizer, self.rng, self.plain, self.ready = tokenizer, random.Random(seed), plain, []
         self.assistant = tokenizer.token_to_id(generate.ASSISTANT_SP_TOKEN)
         self.eos = tokenizer.token_to_id(generate.eos_token)
 
     def one(self, length):
         """-> ids, and for each whether it is part of an answer."""
-        messages, mode = lessons.conversation(self.rng, length)
+        messages, mode = lessons.conversation(self.rng, length, self.plain)
         ids = generate.encode_prompt(self.tokenizer, generate.encode_messages(messages, mode))[:length]
         answer, inside = [], 0
         for token in ids:
@@ -804,8 +804,9 @@ class Log:
 
 def kind_of(text):
     text = text.split("</think>")[-1]
-    starts = {"order": r"The (first|second|third|fourth) was ", "after": "Right after", "result": "The tool says",
-              "fact": r"The |\w+'s ", "untold": "You did not", "unknown": re.escape(lessons.UNKNOWN)}
+    starts = {"order": r"The (first|second|third|fourth) was ", "after": "Right after",
+              "result": "The tool says", "fact": r"The |\w+'s ", "untold": "You did not",
+              "unknown": re.escape(lessons.UNKNOWN)}
     if "DSML" in text:
         return "call"
     return next((kind for kind, start in starts.items() if re.match(start, text)), "talk")
@@ -839,14 +840,14 @@ def train(rank, ranks, folder, config, stages, keep, steps):
     alone = last - stages[-1][1]        # where the MTP block's own training begins
     net = None
     for step in range(first_step, min(steps, last)):
-        name, _, lengths, rounding, real_topk = stage_of(step, stages)
+        name, _, lengths, plain, rounding, real_topk = stage_of(step, stages)
         new_stage = net is None or net.stage != name
         if new_stage:
             net = Net(config, weights, rounding=rounding, real_topk=real_topk)
             net.stage = name
         if new_stage or step % keep == 0:       # a resumed run draws what an unbroken one does
             generator = torch.Generator().manual_seed(1000 * step + rank)
-            batches = Batches(tokenizer, 1_000_003 * (step + 1) + rank)
+            batches = Batches(tokenizer, 1_000_003 * (step + 1) + rank, plain)
         lr = learning_rate(step, 0, alone) if step < alone else learning_rate(step, alone, last)
         opts[0].param_groups[0]["lr"], opts[1].param_groups[0]["lr"] = MUON_LR * lr, ADAM_LR * lr
         ids, answer = batches.next(lengths)
