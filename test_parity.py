@@ -4919,7 +4919,7 @@ BOX = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tiny")
 
 
 FILLER = " The {a} {n} {v} the {n} under the {a} {n}."
-STATEMENT, SECRET, QUESTION = "The code for {who} is", " {n} {a}", "What is the code for {who}?"
+STATEMENT, SECRET, QUESTION = "The code for {who} is", " {a} {n}", "What is the code for {who}?"
 ANSWER = 24         # tokens of an answer that are waited for
 
 
