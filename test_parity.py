@@ -10410,7 +10410,8 @@ def test_trace_of_another_engine():
 
 @pytest.mark.parametrize("trap, ratios, kind, chunk", [
     ("output not rotated back", (0, 4, 128), "attn.o", None),
-    ("hyper-connection comb transposed", (0, 4, 128), "attn.h", None),
+    # streams that are still alike, as in layer 0, hide a transposed comb up to its sums' distance from 1
+    ("hyper-connection comb transposed", (0, 4, 128), "attn.h|ffn.x|out", None),
     ("wo_a groups in another order", (0, 4, 128), "attn.out", None),
     ("route_scale 1", (0, 4, 128), "ffn.gate_weights", None),
     ("w1 and w3 swapped", (0, 4, 128), "ffn.out", None),
@@ -10428,8 +10429,9 @@ def test_trace_finds_the_first_tensor(monkeypatch, trap, ratios, kind, chunk):
     report = compare_traces(trace_of(engine, box_question(), chunk), healthy, ("broken", "healthy"))
     layer = next(i for i, ratio in enumerate(engine.args.compress_ratios) if ratio in ratios)
     first = next(row for row in report.data["tensors"] if row["result"].startswith(DIFFERS))
-    assert report.healthy is False and f"First difference: layers.{layer}.{kind}" in report.verdict
-    assert first["name"] == f"layers.{layer}.{kind}" and (chunk is None or first["row"] >= chunk // 4)
+    assert first["name"] in [f"layers.{layer}.{name}" for name in kind.split("|")]
+    assert report.healthy is False and f"First difference: {first['name']}" in report.verdict
+    assert chunk is None or first["row"] >= chunk // 4
 
 
 def test_trace_sets_and_near_ties():
