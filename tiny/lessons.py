@@ -220,7 +220,7 @@ def secret(rng: random.Random) -> str:
     if kind < .53:
         return fill(rng.choice(("{n}-{n}", "{a}-{n}", "{n}{two}", "{n}-{two}", "{n}_{n}", "{odd}-{two}",
                                 "{n}.{n}", "{odd}@{n}.com", "{two}:{two}", "{month} {two}", "{two} {n}s")),
-                                rng)
+                    rng)
     if kind < .68:
         return " ".join(odd_word(rng) for _ in range(rng.choice((1, 1, 2))))
     if kind < .85:
@@ -239,9 +239,8 @@ def number(rng: random.Random) -> str:
 # ---- facts: a label and what it stands for
 
 PHRASES |= {
-    "be": "[is|is|is|is|was|will be|equals|remains|reads|became|shall be|is set to|was set to|has been|must "
-    "be|"
-          "should be|stays|means|is now|is still|is called|has become|turns out to be|happens to be]",
+    "be": "[is|is|is|is|was|will be|equals|remains|reads|became|shall be|is set to|was set to|has been|"
+          "must be|should be|stays|means|is now|is still|is called|has become|turns out to be|happens to be]",
     "told": "[||||remember: |remember that |please remember that |please remember: |note: |note that |"
             "keep in mind that |do not forget: |don't forget that |please note that |you should know that |"
             "by the way, |just so you know, |FYI, |for the record, |important: |attention: |one thing: |"
@@ -260,8 +259,7 @@ STATEMENTS = [
     "{l} [-|->|=>|==|:=] {S}", "({l}: {S})", "{told}{they} {settled} {L} to {S}{end}",
     "{told}{S} [is|is|is now|was|will be|became|serves as|was chosen as|works as] {L}{end}",
     "[use|take|I use|we use|they took|I chose|{who} chose|we picked|we have|choose|keep|I want|they made] "
-    "{S} "
-    "as {L}{end}", "[with|given] {S} as {L}, {clause}.",
+    "{S} as {L}{end}", "[with|given] {S} as {L}, {clause}.",
     "[write down|save|store|keep|record|memorize|learn|note|remember|take down] {L}[:|,|: it is| as|:] "
     "{S}{end}",
     "[write down|save|store|record|remember] this {l}: {S}{end}", "{told}let {L} be {S}{end}",
@@ -269,8 +267,7 @@ STATEMENTS = [
     "{told}{L}, [by the way|you know|as agreed|of course|I think], is {S}{end}",
     "for {L} [use|take|type|say|enter|we have|I chose|pick|we took] {S}{end}",
     "as for {L}[, it is|, use|, take|, we have|:] {S}{end}",
-    "{L} [that we use|you need|for today|from now on|"
-    "that I chose] {be} {S}{end}",
+    "{L} [that we use|you need|for today|from now on|that I chose] {be} {S}{end}",
     "{told}if [they|someone|anybody] [asks|asked] for {L}, [say|it is|tell] {S}{end}",
     "{told}{they} [call|calls|called|know|named] {L} {S}{end}", "{told}{L}? [It is|It was|That is] {S}{end}",
     "{S}: that [is|was|will be] {L}{end}", "{told}{they} [got|have|gave|found|took] {S} for {L}{end}",
@@ -284,8 +281,8 @@ QUESTIONS = [
     "I [forgot|need|lost|want|do not remember|am looking for|would like] {L}[.|. What was it?|; tell me.|"
     ". Can you help?|, please.]", "[and|so|now|then|what about|well, what about|how about] {L}?",
     "[please |now |][repeat|say|name|write|recall|state|spell|print|read out|type|return|find|report|"
-    "quote] {L}"
-    "[.|, please.| for me.| once more.|]", "remind me of {L}[.|, please.]", "remind me what {L} [is|was].",
+    "quote] {L}[.|, please.| for me.| once more.|]", "remind me of {L}[.|, please.]",
+    "remind me what {L} [is|was].",
     "{l}?", "{L}[?|, please.|, please?|]", "what did I [say|tell you] {L} [is|was]?",
     "what do you [know|remember] about {L}?",
     "what [should|do|must|can] I [use|type|enter|say|give] [as|for] {L}?",
