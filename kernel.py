@@ -374,14 +374,26 @@ def round_up(n: int) -> int:
     return -(-n // step) * step
 
 
+def matrix_vector(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """w [n,k] @ x [k]; sums in fp32. Torch's own loop reads bf16 as fast as memory gives it, oneDNN's product
+    takes two to three times as long. The switch is the whole process's, as in wide_matmul."""
+    onednn = torch.backends.mkldnn
+    saved = onednn.enabled
+    onednn.enabled = False
+    try:
+        return torch.mv(w, x)
+    finally:
+        onednn.enabled = saved
+
+
 def plain_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x @ w^T, both of one float dtype; sums in fp32."""
     if x.device.type != "cpu":
         return F.linear(x, w)
     rows = x.reshape(-1, x.size(-1))
     n = len(rows)
-    if n == 1:      # F.linear in bf16 takes up to twice as long
-        y = torch.mv(w, rows[0])
+    if n == 1:
+        y = matrix_vector(w, rows[0])
     else:
         y = F.linear(F.pad(rows, (0, 0, 0, round_up(n) - n)), w)[:n]
     return y.view(*x.shape[:-1], -1)
