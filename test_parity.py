@@ -10426,7 +10426,7 @@ def test_trace_of_another_engine():
 
 @pytest.mark.parametrize("trap, ratios, kind, chunk", [
     ("output not rotated back", (0, 4, 128), "attn.o", None),
-    # streams that are still alike, as in layer 0, hide a transposed comb up to its sums' distance from 1
+    # which of the three: see test_trace_of_a_transposed_comb
     ("hyper-connection comb transposed", (0, 4, 128), "attn.h|ffn.x|out", None),
     ("wo_a groups in another order", (0, 4, 128), "attn.out", None),
     ("route_scale 1", (0, 4, 128), "ffn.gate_weights", None),
@@ -10448,6 +10448,18 @@ def test_trace_finds_the_first_tensor(monkeypatch, trap, ratios, kind, chunk):
     assert first["name"] in [f"layers.{layer}.{name}" for name in kind.split("|")]
     assert report.healthy is False and f"First difference: {first['name']}" in report.verdict
     assert chunk is None or first["row"] >= chunk // 4
+
+
+def test_trace_of_a_transposed_comb(monkeypatch):
+    """Planted. Alike streams, as at the first layer's attention, hide it but for its sums' distance from 1;
+    where they differ, so from that layer's end on, it is no matter of rounding."""
+    report = compare_traces(trace_of(exact_box(monkeypatch, "hyper-connection comb transposed"),
+                                     box_question()), box_trace(), ("broken", "healthy"))
+    rows = {row["name"]: row for row in report.data["tensors"]}
+    assert not rows["layers.0.attn.out"]["result"].startswith(DIFFERS)
+    for i in range(generate.config_of(BOX, None)["num_hidden_layers"]):
+        row = rows[f"layers.{i}.out"]
+        assert row["result"].startswith(DIFFERS) and row["relative"] > 100 * row["tolerance"], row
 
 
 def test_trace_sets_and_near_ties():
