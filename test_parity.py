@@ -5030,23 +5030,23 @@ def test_the_box_against_the_reference():
 # ---- what the box can do: its tasks, with words and phrasings of their own
 
 # The cells of `python test_parity.py box`: (goal of the share that is correct, floor that a test asserts).
-# The tests take some cells of each task, for time; None: the command alone measures it, or the checkpoint is
-# not good enough at it to be held to it (tiny/README.md has the figures).
+# The floor is for six trials, two less than it does: answers hang on last digits, so on the CPU.
+# (tiny/README.md has the figures of a hundred.)
 BOX_GOALS = {
-    "fact from 24 tokens back": (0.95, 0.5), "fact from 58 tokens back": (0.95, None),
-    "fact from 128 tokens back": (0.95, None), "fact from 256 tokens back": (0.95, 0.5),
-    "fact from 495 tokens back": (0.95, None), "fact from 700 tokens back": (0.95, 0.3),
-    "fact from 1500 tokens back": (0.95, None), "fact, asked a turn later": (0.95, None),
-    "fact among 4": (0.95, 0.5), "fact among 8": (0.85, 0.3),
-    "order: first to third": (0.8, None), "order: right after": (0.8, None),
-    "tools: 1 of 1": (0.9, 0.5), "tools: 1 of 2": (0.9, None), "tools: 1 of 3": (0.9, None),
-    "tools: 1 of 4": (0.9, 0.5), "tools: 1 of 1, thinking": (0.9, None),
-    "tools: 1 of 2, thinking": (0.9, None), "tools: 1 of 3, thinking": (0.9, None),
-    "tools: 1 of 4, thinking": (0.9, 0.3), "tools: unseen names": (0.8, 0.3),
-    "tools: unseen names and phrasings": (0.8, None),
-    "tool result: an object": (0.95, 0.5), "tool result: text": (0.95, 0.5),
+    "fact from 24 tokens back": (0.95, 0.6), "fact from 58 tokens back": (0.95, 0.6),
+    "fact from 128 tokens back": (0.95, 0.6), "fact from 256 tokens back": (0.95, 0.6),
+    "fact from 495 tokens back": (0.95, 0.6), "fact from 700 tokens back": (0.95, 0.6),
+    "fact from 1500 tokens back": (0.95, 0.15), "fact, asked a turn later": (0.95, 0.6),
+    "fact among 4": (0.95, 0.5), "fact among 8": (0.85, 0.5),
+    "order: first to third": (0.8, 0.15), "order: right after": (0.8, 0.3),
+    "tools: 1 of 1": (0.9, 0.6), "tools: 1 of 2": (0.9, 0.5), "tools: 1 of 3": (0.9, 0.15),
+    "tools: 1 of 4": (0.9, 0.15), "tools: 1 of 1, thinking": (0.9, 0.6),
+    "tools: 1 of 2, thinking": (0.9, 0.3), "tools: 1 of 3, thinking": (0.9, 0.3),
+    "tools: 1 of 4, thinking": (0.9, 0.15), "tools: unseen names": (0.8, 0.5),
+    "tools: unseen names and phrasings": (0.8, 0.15),
+    "tool result: an object": (0.95, 0.6), "tool result: text": (0.95, 0.6),
     "small talk": (0.9, 0.6), "anything else": (0.9, 0.6),
-    "thinking: facts": (0.95, 0.3), "thinking: small talk": (0.9, None),
+    "thinking: facts": (0.95, 0.6), "thinking: small talk": (0.9, 0.6),
 }
 BOX_WELL_FORMED = {"tools": 1.0, "thinking": 0.98}      # goals of what parses, by a cell's first word
 BOX_RIGHT_TOOL = 0.97
@@ -5534,7 +5534,7 @@ def whole_box() -> tuple:
     return *box_engine(BOX), generate.config_of(BOX, None)
 
 
-@pytest.mark.parametrize("task", [task for task, (_, floor) in BOX_GOALS.items() if floor is not None])
+@pytest.mark.parametrize("task", BOX_GOALS)
 def test_the_box_does(task):
     """Some trials of each cell; `python test_parity.py box --samples 100` has the figures."""
     score = box_score(*whole_box(), task, 6)
@@ -11007,7 +11007,7 @@ def golden_error(engine: model.Transformer) -> float:
     return statistics.median(errors)
 
 
-# Elsewhere some roundings fall to the neighbour: 1.6e-3 was seen, 9.4e-7 here; the least arm: 1.2e-2.
+# Where some roundings fall to the neighbour 1.6e-3 was seen, elsewhere 9e-7 to 5e-5; the least arm: 1.1e-2.
 GOLDEN_FINE = 0.003
 
 
