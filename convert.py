@@ -48,7 +48,7 @@ BLOCK = 128         # an FP8 weight has one scale per BLOCK x BLOCK tile
 FP4_BLOCK = 32      # an FP4 weight has one scale per row and FP4_BLOCK columns
 CHUNK = 1 << 26     # bytes written or compared at a time: what is resident of a tensor that is only copied
 PEEK = 1 << 16      # bytes of a tensor by which a restart knows its checkpoint; a norm has fewer
-ALIGNED = 64        # bytes; MKL's fp32 products differ in their last bit between addresses that are not
+ALIGNED = 64        # bytes; elsewhere MKL's fp32 products, at least of one row, may have other last bits
 MAX_HEADER = 100_000_000    # bytes; the safetensors library has the same limit
 
 # Stored dtypes: bytes per element, torch's name. In the order of the safetensors format: wide ones first, so
@@ -684,9 +684,9 @@ def _fill(module: torch.nn.Module, leaf: str, dtype: torch.dtype, stored: Stored
     import torch
     from kernel import widened
     mapped = stored.tensor()
+    if stored.dtype == "F32" and mapped.data_ptr() % ALIGNED:
+        mapped = mapped.clone()             # 0.1% of Flash, most of it hyper-connections
     value = source = mapped.contiguous()    # copies only where ranks share columns
-    if stored.dtype == "F32" and source.data_ptr() % ALIGNED:
-        value = source = source.clone()     # 0.1% of Flash, its hyper-connections
     as_stored = torch.device(device or "cpu").type == "cpu"
     if scale is None:
         # an integer table may stay wider than declared: int64 indices serve where int32 would

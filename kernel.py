@@ -367,6 +367,9 @@ def fp4_act_quant_ref(x: torch.Tensor, block_size: int = 32, inplace: bool = Fal
 # Products of plain numbers
 # ==========================================================================================================
 
+ONEDNN = torch.backends.mkldnn.enabled      # as the program set it before it imported this file
+
+
 def round_up(n: int) -> int:
     """n or a little more: of each power of two, four sizes. For each new shape of a bf16 product oneDNN
     compiles code, which takes some ms and up to 1 MB: sizes that a prompt decides must be few."""
@@ -376,14 +379,13 @@ def round_up(n: int) -> int:
 
 def matrix_vector(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """w [n,k] @ x [k]; sums in fp32. Torch's own loop reads bf16 as fast as memory gives it, oneDNN's product
-    takes two to three times as long. The switch is the whole process's, as in wide_matmul."""
-    onednn = torch.backends.mkldnn
-    saved = onednn.enabled
-    onednn.enabled = False
+    takes two to three times as long. The switch is the whole process's; what a thread or an interrupt leaves
+    off is on again after the next product."""
     try:
+        torch.backends.mkldnn.enabled = False
         return torch.mv(w, x)
     finally:
-        onednn.enabled = saved
+        torch.backends.mkldnn.enabled = ONEDNN
 
 
 def plain_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

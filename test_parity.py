@@ -1461,6 +1461,23 @@ def prompt_and_steps(engine, tokens: torch.Tensor, n: int) -> torch.Tensor:
     return torch.stack(steps)
 
 
+def test_one_row_leaves_onednn_on(monkeypatch):
+    """After threads at once, and after an interrupt in the middle; the numbers are those of a matrix."""
+    w, x = torch.randn(300, 1031).bfloat16(), torch.randn(1, 1031).bfloat16()
+    runs = [threading.Thread(target=lambda: [kernel.plain_linear(x, w) for _ in range(50)]) for _ in "ab"]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert torch.backends.mkldnn.enabled == kernel.ONEDNN
+    expected = x.double() @ w.double().T
+    assert (kernel.plain_linear(x, w) - expected).abs().max() <= 2**-8 * expected.abs().max()     # bf16's step
+    monkeypatch.setattr(torch, "mv", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        kernel.plain_linear(x, w)
+    assert torch.backends.mkldnn.enabled == kernel.ONEDNN
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("mode", [{}, {"dtype": torch.bfloat16, "round_trips": model.ROUND_TRIPS}])
 def test_where_tensors_lie_in_a_file_changes_no_bit(tmp_path, kind, mode):
