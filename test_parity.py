@@ -1471,8 +1471,12 @@ def test_one_row_leaves_onednn_on(monkeypatch):
         run.join()
     assert torch.backends.mkldnn.enabled == kernel.ONEDNN
     expected = x.double() @ w.double().T
-    assert (kernel.plain_linear(x, w) - expected).abs().max() <= 2**-8 * expected.abs().max()     # bf16's step
-    monkeypatch.setattr(torch, "mv", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+    bf16_step = 2**-8 * expected.abs().max()
+    assert (kernel.plain_linear(x, w) - expected).abs().max() <= bf16_step
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(torch, "mv", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kernel.plain_linear(x, w)
     assert torch.backends.mkldnn.enabled == kernel.ONEDNN
