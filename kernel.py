@@ -367,14 +367,14 @@ def fp4_act_quant_ref(x: torch.Tensor, block_size: int = 32, inplace: bool = Fal
 # Products of plain numbers
 # ==========================================================================================================
 
-ONEDNN = torch.backends.mkldnn.enabled      # as the program set it before it imported this file
-
-
 def round_up(n: int) -> int:
     """n or a little more: of each power of two, four sizes. For each new shape of a bf16 product oneDNN
     compiles code, which takes some ms and up to 1 MB: sizes that a prompt decides must be few."""
     step = 1 << max(n.bit_length() - 3, 0)
     return -(-n // step) * step
+
+
+ONEDNN = torch.backends.mkldnn.enabled      # as the program set it before it imported this file
 
 
 def matrix_vector(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
