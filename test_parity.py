@@ -10474,8 +10474,9 @@ def test_trace_finds_the_first_tensor(monkeypatch, trap, ratios, kind, chunk):
 def test_trace_of_a_transposed_comb(monkeypatch):
     """Planted. Alike streams, as at the first layer's attention, hide it but for its sums' distance from 1;
     where they differ, so from that layer's end on, it is no matter of rounding."""
-    report = compare_traces(trace_of(exact_box(monkeypatch, "hyper-connection comb transposed"),
-                                     box_question()), box_trace(), ("broken", "healthy"))
+    healthy = box_trace()       # before the trap, which patches the module
+    engine = exact_box(monkeypatch, "hyper-connection comb transposed")
+    report = compare_traces(trace_of(engine, box_question()), healthy, ("broken", "healthy"))
     rows = {row["name"]: row for row in report.data["tensors"]}
     assert not rows["layers.0.attn.out"]["result"].startswith(DIFFERS)
     for i in range(generate.config_of(BOX, None)["num_hidden_layers"]):
