@@ -5051,7 +5051,7 @@ def test_the_box_against_the_reference():
 # ---- what the box can do: its tasks, with words and phrasings of their own
 
 # The cells of `python test_parity.py box`: (goal of the share that is correct, floor that a test asserts).
-# The floor is for six trials, two less than it does: answers hang on last digits, so on the CPU.
+# The floor is for six trials, up to two less than it does: answers hang on last digits, so on the CPU.
 # (tiny/README.md has the figures of a hundred.)
 BOX_GOALS = {
     "fact from 24 tokens back": (0.95, 0.6), "fact from 58 tokens back": (0.95, 0.6),
@@ -5061,7 +5061,7 @@ BOX_GOALS = {
     "fact among 4": (0.95, 0.5), "fact among 8": (0.85, 0.5),
     "order: first to third": (0.8, 0.15), "order: right after": (0.8, 0.3),
     "tools: 1 of 1": (0.9, 0.6), "tools: 1 of 2": (0.9, 0.5), "tools: 1 of 3": (0.9, 0.15),
-    "tools: 1 of 4": (0.9, 0.15), "tools: 1 of 1, thinking": (0.9, 0.6),
+    "tools: 1 of 4": (0.9, 0.5), "tools: 1 of 1, thinking": (0.9, 0.6),
     "tools: 1 of 2, thinking": (0.9, 0.3), "tools: 1 of 3, thinking": (0.9, 0.3),
     "tools: 1 of 4, thinking": (0.9, 0.15), "tools: unseen names": (0.8, 0.5),
     "tools: unseen names and phrasings": (0.8, 0.15),
